@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Thin names for the scripts; each sets up what it needs.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test nightly consumers bench doors soak format lint clean
+.PHONY: help setup demo check test nightly consumers bench doors soak soak-deaths format lint clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: ## install what building and running need (apt; only what is missing)
 	@scripts/setup
@@ -37,6 +37,10 @@ doors: ## time the calls of DeepEP's, HybridEP's and fused_a2a's names on this m
 soak: ## a million small random exchanges, bit-checked (long)
 	@scripts/setup test
 	@scripts/soak
+
+soak-deaths: ## 10,000 ranks lost at random, the results of the others bit-checked (long)
+	@scripts/setup test
+	@scripts/soak-deaths
 
 format: ## format the C++ sources in place
 	@scripts/setup test

@@ -20,14 +20,16 @@ FLOORS = {
     "src/overlap": 4,
     "src/exchange": 5,
     "apps/shared": 6,
+    "tests/support": 6,
     "lab/train": 7,
     "lab/simulate": 7,
+    "tests/survivors": 7,
     "apps/weft": 8,
     "bench": 8,
     "python": 9,
 }
 # Where `#include "name"` is looked for, after the includer's own folder; as in CMake.
-INCLUDE_PATHS = ("src", "lab", "apps/shared", "apps/weft", "bench")
+INCLUDE_PATHS = ("src", "lab", "apps/shared", "apps/weft", "bench", "tests")
 GENERATED = {"commit.hpp"}  # by CMake
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]')
 CUDA = re.compile(r"^(cuda(?!/)|cub/|cutlass/|cute/|thrust/|cooperative_groups|nccl\.|nv[^/]*\.h)")

@@ -36,6 +36,9 @@ LAYER = {"dispatcher": "mode", "p50 us": ("us_p50", 0), "p99 us": ("us_p99", 0),
 LAYER |= {"backward us": ("backward_us_p50", 0), "times faster than alltoall": ("times", 2)}
 LAYER |= {"peak GiB": ("peak_bytes", 2, 2**-30), "without parameters and gradients": ("other_bytes", 2, 2**-30)}
 LAYER |= {"exchange beside it, GiB": ("exchange_bytes", 2, 2**-30)}
+DEATH = {key: (key, 0) for key in ("ranks", "deaths", "wrong", "hung")} | {"p50 ms": ("ms_p50", 0), "p99 ms": ("ms_p99", 0)}
+COST = {"case": "case", "samples": ("samples", 0), "without, p50 us": ("us_p50_fail", 0), "with, p50 us": ("us_p50", 0)}
+COST |= {"more, us": ("more_us", 1), "more, %": ("more_percent", 2)}
 STEP = {"mode": "mode", "s/step": ("seconds", 4), "times faster": ("ratio", 2)}
 STEP |= {"exchange, % of step": ("exchange_of_step", 1, 100), "moving, % of step": ("moving_of_step", 1, 100)}
 STEP |= {"exposed, % of exchange": ("exposed_of_exchange", 1, 100), "% of step": ("exposed_of_step", 1, 100)}
@@ -116,6 +119,11 @@ def kind_of(row, run):
         elif row["exposed_of_exchange"]:
             row.setdefault("exchange_of_step", row["exposed_of_step"] / row["exposed_of_exchange"])
         return step_heading(run), STEP, row
+    if row["op"] == "death":
+        return f"From a death to the end of the call on all others ({row['executor']}, {row['transport']})", DEATH, row
+    if row["op"] == "shrink_cost":
+        ranks = f"{row['ranks']} ranks ({row['executor']}, {row['transport']})"
+        return f"Plan, dispatch and combine while nobody dies, {ranks}, {shape(row)}", COST, row
     if row["op"] in ("link", "signal"):  # between GPUs; moves no tokens
         return f"{row['ranks']} GPUs, {row['mode']}", CALL, row
     rival = row.get("rival", {"name": None, "us_p50": None})

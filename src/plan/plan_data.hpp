@@ -85,8 +85,9 @@ struct PlanShape {
   const int32_t rank = physical / shape.num_local_experts();
   const int32_t place = physical - (rank + 1) * (shape.num_local_experts() - replicas) -
                         rank * replicas;  // from the rank's first replica
+  const int32_t replica = rank * replicas + place;
   return place < 0 ? physical - rank * replicas
-                   : shape.options.balance.placement[static_cast<size_t>(rank * replicas + place)];
+                   : shape.options.balance.placement[static_cast<size_t>(replica)];
 }
 
 // Whether combine adds up arrival i of a pair where its rows are and returns the sum. With

@@ -9,15 +9,16 @@
 #include <atomic>
 #include <csignal>
 #include <iostream>
+#include <numeric>
 #include <optional>
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
 
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
-#include "survivors.hpp"
+#include "survivors/shared.hpp"
+#include "survivors/survivors.hpp"
 
 namespace weft::test {
 namespace {
@@ -57,25 +58,6 @@ std::vector<Case> cases() {
   cases[3].pad_multiple = 8;
   return cases;
 }
-
-// What processes of a test tell each other.
-template <class T>
-class Shared {
- public:
-  Shared()
-      : memory_(
-            ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)
-        ),
-        value_(new (memory_) T()) {}
-  ~Shared() { ::munmap(memory_, sizeof(T)); }
-  Shared(const Shared&) = delete;
-  Shared& operator=(const Shared&) = delete;
-  T* operator->() const { return value_; }
-
- private:
-  void* memory_;
-  T* value_;
-};
 
 int verdict(const std::string& problem) {
   if (!problem.empty()) {
@@ -206,6 +188,45 @@ TEST_F(SurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
   }
 }
 
+// It has looked since the others began to wait, so that their deadline does not tell yet who it is.
+TEST_F(SurvivalTest, ARankThatStopsWhileOthersWaitIsGivenUpToo) {
+  ExchangeSetup setup = setup_of(3, "shm");
+  const Shared<std::atomic<pid_t>> stopped;
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    const bool stops = group.rank() == 1;
+    setup.timeout = std::chrono::seconds(stops ? 60 : 3);
+    Exchange exchange = shrinking(group, setup);
+    Matrix idx(DType::kInt32, 6, 1);
+    std::iota(idx.as<int32_t>(), idx.as<int32_t>() + idx.num_elements(), 0);
+    const Plan plan = exchange.plan({.topk_idx = idx.view()}, {.layout = Layout::kExpertStrided});
+    const Matrix rows(DType::kFloat32, plan.num_rows(), setup.hidden);
+    Matrix x(DType::kFloat32, plan.num_tokens(), setup.hidden);
+    Matrix marks(DType::kInt32, 1, setup.num_experts / setup.num_ranks);
+    std::fill_n(marks.as<int32_t>(), marks.num_elements(), stops ? 0 : 1);
+    if (stops) {  // while it looks, and waits for marks that do not come
+      stopped->store(::getpid());
+      std::thread([] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+        ::kill(::getpid(), SIGSTOP);
+      }).detach();
+    }
+    const auto thrown = thrown_by([&] {
+      exchange.combine(
+          plan,
+          {.rows = rows.view(), .ready = {.marks = std::as_const(marks).view(), .wanted = 1}},
+          {.x = x.view()}
+      );
+    });
+    if (group.rank() == 0) {
+      ::kill(stopped->load(), SIGCONT);
+    }
+    const bool is_as_expected =
+        stops ? thrown && thrown->is_peer_error : !thrown && text(exchange.report().alive) == "0,2";
+    return verdict(is_as_expected ? "" : text_of(thrown));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
 TEST_F(SurvivalTest, ACallerMayGiveARankUp) {
   const ExchangeSetup setup = setup_of(3, "shm");
   const SurvivorRounds rounds(setup, {});
@@ -228,6 +249,29 @@ TEST_F(SurvivalTest, ACallerMayGiveARankUp) {
     return verdict(problem);
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST_F(SurvivalTest, CallersMayGiveRanksUpAtTheSameTime) {
+  const ExchangeSetup setup = setup_of(4, "shm");
+  const SurvivorRounds rounds(setup, {});
+  const auto statuses = run_forked(4, [&](const Group& group) {
+    Exchange exchange = shrinking(group, setup);
+    for (int rank = 0; rank < 2; ++rank) {  // the second one has not heard of the first
+      group.barrier();
+      if (group.rank() == rank) {
+        exchange.mask(std::vector<int>{rank + 2});
+      }
+    }
+    group.barrier();
+    std::string problem;
+    const auto thrown = thrown_by([&] { problem = rounds.run(exchange, 1); });
+    const bool is_as_expected = group.rank() < 2
+                                    ? !thrown && text(exchange.report().lost).empty() &&
+                                          text(exchange.report().alive) == "0,1"
+                                    : thrown && thrown->is_peer_error;
+    return verdict(is_as_expected ? problem : text_of(thrown));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0, 0}));
 }
 
 TEST_F(SurvivalTest, IsRefusedWhereItCannotBe) {
@@ -322,6 +366,84 @@ TEST_F(SurvivalTest, ANewProcessTakesThePlaceOfALostRank) {
     const bool is_last = i + 1 == spares.size();
     EXPECT_TRUE(is_last ? WIFEXITED(status) && WEXITSTATUS(status) == 0 : WIFSIGNALED(status))
         << "life " << i + 1;
+  }
+}
+
+// Whoever was given up may live on, in the old place of a new process: it hears of it or not.
+TEST_F(SurvivalTest, WhoHasLostItsPlaceToANewProcessChangesNothing) {
+  struct Board {
+    std::array<char, 256> invitation = {};
+    std::atomic<bool> is_there = false;
+    std::atomic<bool> is_back = false;
+    std::atomic<bool> is_gone = false;
+    std::atomic<pid_t> old = 0;
+  };
+  const auto await = [](const std::atomic<bool>& flag) {
+    for (int i = 0; i < 20'000 && !flag.load(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return flag.load() ? "" : "waited in vain";
+  };
+  for (const bool is_stopped : {false, true}) {
+    ExchangeSetup setup = setup_of(3, "shm");
+    setup.timeout = std::chrono::seconds(is_stopped ? 3 : 60);
+    const SurvivorRounds rounds(setup, {});
+    const Shared<Board> board;
+    const auto live_on = [&](Exchange& exchange) {
+      std::string problem = rounds.run(exchange, 10);
+      if (exchange.rank() == 0) {
+        board->is_back.store(true);
+        ::kill(board->old.load(), SIGCONT);
+      }
+      problem += await(board->is_gone);
+      problem += rounds.run(exchange, 11);
+      problem += rounds.run(exchange, 12);
+      const CallReport report = exchange.report();
+      return text(report.alive) == "0,1,2" ? problem : problem + "; alive " + text(report.alive);
+    };
+    const pid_t spare = ::fork();
+    if (spare == 0) {
+      static_cast<void>(await(board->is_there));
+      const Group group = Group::rejoin(1, board->invitation.data());
+      Exchange exchange = shrinking(group, setup);
+      std::string problem;
+      const auto thrown = thrown_by([&] { problem = live_on(exchange); });
+      ::_exit(verdict(thrown ? text_of(thrown) : problem));
+    }
+    const auto statuses = run_forked(3, [&](const Group& group) {
+      std::optional<Exchange> exchange(shrinking(group, setup));
+      std::string problem = rounds.run(*exchange, 1);
+      if (group.rank() == 1) {
+        board->old.store(::getpid());
+      }
+      group.barrier();
+      if (group.rank() == 0 && !is_stopped) {
+        exchange->mask(std::vector<int>{1});
+      }
+      const auto thrown = thrown_by([&] {
+        problem += rounds.run(*exchange, 2, [&](int call) {
+          if (group.rank() == 1 && call == 1) {
+            std::raise(SIGSTOP);
+          }
+        });
+      });
+      if (group.rank() == 1) {
+        problem += await(board->is_back);
+        exchange.reset();
+        board->is_gone.store(true);
+        return verdict(thrown && thrown->is_peer_error ? problem : text_of(thrown));
+      }
+      if (group.rank() == 0) {
+        exchange->invitation().copy(board->invitation.data(), 255);
+        board->is_there.store(true);
+      }
+      exchange->readmit(std::vector<int>{1});
+      return verdict(problem + live_on(*exchange));
+    });
+    EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0})) << "stopped: " << is_stopped;
+    int status = 0;
+    ::waitpid(spare, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "stopped: " << is_stopped;
   }
 }
 

@@ -158,6 +158,12 @@ class Lab:
     def mend(self, host):
         run(*self.login.inside("ip", "link", "set", f"to_{host.name}", "master", "eth0"))
 
+    def part(self, one, other):
+        """Frames between two hosts go to a port that nobody has: neither hears of the other."""
+        for host, peer in ((one, other), (other, one)):
+            nobody = ["lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "eth0"]
+            run(*host.inside("ip", "neighbour", "replace", peer.address, *nobody))
+
     def close(self):
         if self.panel is not None:
             self.panel.close()

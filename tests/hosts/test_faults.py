@@ -61,6 +61,20 @@ def test_a_host_that_is_killed_is_named_by_all_others(make_lab):
     expect_new_groups(job, [a, b])
 
 
+def test_who_cannot_see_a_death_hears_of_it_from_one_that_leaves(make_lab):
+    lab = make_lab(3)
+    a, b, c = lab.hosts
+    job = start_endless([a, b, c], [[a, b]], per_host=1)
+    # Stopped first: when all that it has sent is there, the one that sees its death misses it, too.
+    job.ranks[2].stop()
+    time.sleep(0.5)
+    lab.part(a, c)
+    c.kill()
+    for error in errors_of(job, [a, b]):
+        assert re.search(r"error (plan|dispatch|combine): .*rank 2 died", error), error
+    expect_new_groups(job, [a, b])
+
+
 def test_a_host_that_vanishes_in_silence_is_waited_for_no_longer_than_agreed(make_lab):
     lab = make_lab(3)
     a, b, c = lab.hosts

@@ -48,7 +48,7 @@ void Waiter::until(
   }
   const auto start = transport_->now();
   auto last_look = start;
-  const std::vector<uint64_t> looks = survival_ ? survival_->looks() : std::vector<uint64_t>();
+  Survival::Vigil wait = survival_ ? survival_->begin_wait() : Survival::Vigil();
   for (;;) {
     const uint32_t doorbell = transport_->doorbell();
     if (ready() || (is_stopping && is_stopping())) {
@@ -58,10 +58,12 @@ void Waiter::until(
     const std::vector<Missing> late = missing();
     const auto now = transport_->now();
     const auto left = timeout_ - (now - start);
-    if (now - last_look >= kLookEvery || left <= left.zero()) {
+    bool is_late = left <= left.zero();
+    if (now - last_look >= kLookEvery || is_late) {
       last_look = now;
       if (survival_ != nullptr) {
         survival_->look();
+        is_late = survival_->is_over(wait);
       }
       WEFT_CHECK(
           context_,
@@ -74,13 +76,11 @@ void Waiter::until(
       );
       check_peers(reason, late, ready);
     }
-    if (left <= left.zero()) {
-      if (survival_ != nullptr) {
-        survival_->blame_silent(looks);
-      }
+    if (is_late) {
       give_up(reason, late);
     }
-    transport_->park(doorbell, std::min<Clock::duration>(left, kLookEvery));
+    const bool ends_before = survival_ == nullptr && left < kLookEvery;
+    transport_->park(doorbell, ends_before ? Clock::duration(left) : kLookEvery);
     const auto slept = transport_->now() - now;
     for (const Missing& one : late) {
       wait_ns_[static_cast<size_t>(one.peer)].fetch_add(slept.count(), std::memory_order_relaxed);

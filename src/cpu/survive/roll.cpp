@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <unistd.h>
+#include <utility>
 
 #include "core/check.hpp"
 #include "group/agree.hpp"
@@ -16,19 +18,19 @@ namespace {
 // The word that decides. Calls count modulo 2^34, which no two of them are apart.
 struct State {
   static constexpr int kCallBits = 34;
-  static constexpr int kRankBits = 14;
-  static_assert(kMaxRanks <= 1 << kRankBits);
+  static constexpr int kSeatBits = 15;
+  static_assert(2 * kMaxRanks <= 1 << kSeatBits);
 
   uint64_t epoch = 0;
-  uint64_t proposer = 0;
+  uint64_t proposer = 0;  // the seat of its line
   uint64_t committed = 0;
 
   explicit State(uint64_t bits)
-      : epoch(bits >> (kCallBits + kRankBits)),
-        proposer(bits >> kCallBits & ((uint64_t{1} << kRankBits) - 1)),
+      : epoch(bits >> (kCallBits + kSeatBits)),
+        proposer(bits >> kCallBits & ((uint64_t{1} << kSeatBits) - 1)),
         committed(bits & ((uint64_t{1} << kCallBits) - 1)) {}
   [[nodiscard]] uint64_t bits() const {
-    return (epoch << kRankBits | proposer) << kCallBits | committed;
+    return (epoch << kSeatBits | proposer) << kCallBits | committed;
   }
 };
 
@@ -44,6 +46,25 @@ uint64_t arrival(uint64_t epoch, uint64_t call) {
 constexpr uint64_t kStateBytes = 64;
 const uint64_t kBellBytes = (SignalBlock::num_bytes(0) + 63) / 64 * 64;
 
+// Null: the process has ended. A thread of this one is watched by what sees nothing.
+std::unique_ptr<ProcessWatch> watch_of(uint64_t pid) {
+  try {
+    return std::make_unique<ProcessWatch>(
+        pid == static_cast<uint64_t>(::getpid()) ? ProcessWatch()
+                                                 : ProcessWatch(static_cast<int32_t>(pid))
+    );
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kNotAvailable) {
+      throw;
+    }
+    return nullptr;
+  }
+}
+
+bool is_alive(const std::unique_ptr<ProcessWatch>& watch) {
+  return watch != nullptr && watch->is_alive();
+}
+
 // Never 0.
 uint64_t mail_number(uint64_t epoch, uint64_t round) {
   return epoch << 32 | (round + 1);
@@ -55,18 +76,28 @@ bool Roll::Members::has(int rank) const {
   return std::ranges::binary_search(ranks, rank);
 }
 
+std::vector<int> Roll::Members::beside(const Members& others) const {
+  std::vector<int> rest;
+  std::ranges::copy_if(ranks, std::back_inserter(rest), [&](int rank) {
+    const auto at = static_cast<size_t>(rank);
+    return !others.has(rank) || others.lives[at] != lives[at];
+  });
+  return rest;
+}
+
 size_t Roll::line_bytes() const {
-  const size_t bytes = sizeof(Line) + 2 * set_words() * sizeof(uint64_t);
+  const size_t bytes = sizeof(Line) + 2 * static_cast<size_t>(num_ranks_) * sizeof(uint64_t);
   return (bytes + alignof(Line) - 1) / alignof(Line) * alignof(Line);
 }
 
 uint64_t Roll::num_bytes() const {
-  return kBellBytes + kStateBytes + static_cast<uint64_t>(num_ranks_) * line_bytes();
+  return kBellBytes + kStateBytes + 2 * static_cast<uint64_t>(num_ranks_) * line_bytes();
 }
 
 Roll::Roll(MemorySource& source, const Group& group)
     : rank_(group.rank()),
       num_ranks_(group.num_ranks()),
+      lives_(static_cast<size_t>(group.num_ranks())),
       watches_(static_cast<size_t>(group.num_ranks())) {
   if (const auto invitation = invitation_of(group)) {
     map(source, invitation->cookie);
@@ -101,22 +132,24 @@ void Roll::map(MemorySource& source, const Cookie& cookie) {
 }
 
 void Roll::watch(int rank) {
-  const auto pid = read(line(rank).pid);
-  auto& watch = watches_[static_cast<size_t>(rank)];
-  watch = nullptr;
-  try {
-    const bool is_here = pid == static_cast<uint64_t>(::getpid());
-    watch = std::make_unique<ProcessWatch>(
-        is_here ? ProcessWatch() : ProcessWatch(static_cast<int32_t>(pid))
-    );
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kNotAvailable) {
-      throw;
+  watches_[static_cast<size_t>(rank)] = watch_of(read(line(rank).pid));
+}
+
+void Roll::follow(const Members& members) {
+  const std::vector<uint64_t> before = std::exchange(lives_, members.lives);
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    const auto at = static_cast<size_t>(rank);
+    if (before[at] != lives_[at] || watches_[at] == nullptr) {
+      watch(rank);
     }
   }
 }
 
-// What the one before it in its place has left there is not its own.
+bool Roll::is_in(const Members& members) const {
+  return members.has(rank_) && members.lives[static_cast<size_t>(rank_)] == life_;
+}
+
+// What the life before the last has left in this line is not its own.
 void Roll::ask(bool is_asking) {
   Line& own = own_line();
   if (!is_asking) {
@@ -128,29 +161,28 @@ void Roll::ask(bool is_asking) {
   write(own.mail[1].number, 0);
   write(own.has_left, 0);
   write(own.pid, static_cast<uint64_t>(::getpid()));
-  write(own.asks, 1);
+  write(own.asks, life_ + 1);
   bell_.ring();
 }
 
-bool Roll::asks(int rank) {
-  if (read(line(rank).asks) == 0) {
-    return false;
-  }
-  watch(rank);
-  return !has_ended(rank);
+bool Roll::asks(int rank) const {
+  const uint64_t life = lives_[static_cast<size_t>(rank)] + 1;
+  Line& next = line(seat(rank, life));
+  return read(next.asks) == life + 1 && read(next.has_left) != life + 1 &&
+         is_alive(watch_of(read(next.pid)));
 }
 
 uint64_t Roll::committed() const {
   return State(read(*state_)).committed;
 }
 
-Roll::Line& Roll::line(int rank) const {
-  return *reinterpret_cast<Line*>(lines_ + static_cast<size_t>(rank) * line_bytes());
+Roll::Line& Roll::line(size_t seat) const {
+  return *reinterpret_cast<Line*>(lines_ + seat * line_bytes());
 }
 
-uint64_t* Roll::proposal(int rank, uint64_t epoch) const {
-  auto* const sets = reinterpret_cast<uint64_t*>(&line(rank) + 1);
-  return sets + epoch % 2 * set_words();
+uint64_t* Roll::proposal(size_t seat, uint64_t epoch) const {
+  auto* const sets = reinterpret_cast<uint64_t*>(&line(seat) + 1);
+  return sets + epoch % 2 * static_cast<size_t>(num_ranks_);
 }
 
 uint64_t Roll::epoch() const {
@@ -162,20 +194,20 @@ uint64_t Roll::beats(int rank) const {
 }
 
 bool Roll::has_ended(int rank) const {
-  return read(line(rank).has_left) != 0 || watches_[static_cast<size_t>(rank)] == nullptr ||
-         !watches_[static_cast<size_t>(rank)]->is_alive();
+  const auto at = static_cast<size_t>(rank);
+  return read(line(rank).has_left) == lives_[at] + 1 || !is_alive(watches_[at]);
 }
 
 // A slot is written again two epochs later, so the epoch is looked at once more after it was read.
 Roll::Members Roll::members() const {
   for (;;) {
     const State now(read(*state_));
-    Members members = {.epoch = now.epoch, .ranks = {}};
-    uint64_t* const set = proposal(static_cast<int>(now.proposer), now.epoch);
+    Members members = {.epoch = now.epoch, .ranks = {}, .lives = {}};
+    uint64_t* const set = proposal(now.proposer, now.epoch);
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      const auto at = static_cast<size_t>(rank);
-      const uint64_t bits = read(set[at / 64]);
-      if (now.epoch == 0 || (bits >> at % 64 & 1) != 0) {
+      const uint64_t bits = now.epoch == 0 ? 1 : read(set[rank]);
+      members.lives.push_back(bits / 2);
+      if (bits % 2 != 0) {
         members.ranks.push_back(rank);
       }
     }
@@ -187,7 +219,7 @@ Roll::Members Roll::members() const {
 
 void Roll::leave() {
   ask(false);
-  write(own_line().has_left, 1);
+  write(own_line().has_left, life_ + 1);
   bell_.ring();
 }
 
@@ -204,7 +236,7 @@ bool Roll::commits(const Members& with, uint64_t call) {
   State next(seen);
   if (next.committed == counted(call)) {
     // In a later epoch of which this rank is a member it was not: that needed its arrival there.
-    return next.epoch == with.epoch || members().has(rank_);
+    return next.epoch == with.epoch || is_in(members());
   }
   const auto is_here = [&](int rank) { return has_arrived(rank, with, call); };
   if (next.epoch != with.epoch || !std::ranges::all_of(with.ranks, is_here)) {
@@ -225,15 +257,13 @@ void Roll::propose(const Members& instead_of, uint64_t call, std::span<const int
     return;
   }
   ++next.epoch;
-  next.proposer = static_cast<uint64_t>(rank_);
-  uint64_t* const set = proposal(rank_, next.epoch);
-  for (size_t i = 0; i < set_words(); ++i) {
-    uint64_t bits = 0;
-    for (const int rank : ranks) {
-      const auto at = static_cast<size_t>(rank);
-      bits |= at / 64 == i ? uint64_t{1} << at % 64 : 0;
-    }
-    write(set[i], bits);
+  next.proposer = seat(rank_, life_);
+  uint64_t* const set = proposal(next.proposer, next.epoch);
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    const bool is_member = std::ranges::find(ranks, rank) != ranks.end();
+    const bool is_new = is_member && !instead_of.has(rank);
+    const uint64_t life = instead_of.lives[static_cast<size_t>(rank)] + (is_new ? 1 : 0);
+    write(set[rank], 2 * life + (is_member ? 1 : 0));
   }
   if (swap(*state_, seen, next.bits())) {
     bell_.ring();

@@ -12,6 +12,11 @@
 //   propose   a member is gone before it arrived: (e, p, n - 1) becomes (e + 1, me, n - 1). Now
 //             nobody can commit n with the lost one, and nobody has.
 //
+// A place among the ranks is taken by one life after the other: by the process that began there,
+// then by those that join again. Which life a place is at is agreed on with the members. Lives that
+// follow each other have lines of their own, so that one that was given up and goes on changes
+// nothing that the next one says, and sees that it is none of the members.
+//
 // So a call ends with the same members on all ranks, whoever dies meanwhile. tests/model/roll.pml
 // is the model of it.
 #pragma once
@@ -40,9 +45,12 @@ class Roll {
   // Who goes on together.
   struct Members {
     uint64_t epoch = 0;
-    std::vector<int> ranks;  // ascending
+    std::vector<int> ranks;       // ascending
+    std::vector<uint64_t> lives;  // by rank, of all: the last that has been a member
 
     [[nodiscard]] bool has(int rank) const;
+    // Those of them that are not among `others` in the same life.
+    [[nodiscard]] std::vector<int> beside(const Members& others) const;
   };
 
   // Collective. Throws the same Error on every rank if any cannot reach the memory. Not collective
@@ -63,14 +71,18 @@ class Roll {
 
   // --- this rank's thread ---
   [[nodiscard]] Members members() const;
+  // This rank is one of them: by this life of its place.
+  [[nodiscard]] bool is_in(const Members& members) const;
+  // What is asked of a rank is asked of its life among these from now on.
+  void follow(const Members& members);
   // The last call that was committed.
   [[nodiscard]] uint64_t committed() const;
-  // This rank wants to be taken in, or does no longer.
+  // This rank joins again, as the next life of its place; none of the members has that yet.
+  void be_next(const Members& members) { life_ = members.lives[static_cast<size_t>(rank_)] + 1; }
+  // It wants to be taken in, or does no longer.
   void ask(bool is_asking);
-  // A rank does, by a process that lives.
-  [[nodiscard]] bool asks(int rank);
-  // Looks at the process that has the place of `rank` now.
-  void watch(int rank);
+  // The next life of a lost rank does, by a process that lives.
+  [[nodiscard]] bool asks(int rank) const;
   void leave();
   // This rank has all that it needs of the call. Calls are numbered from 1.
   void arrive(const Members& with, uint64_t call);
@@ -97,11 +109,11 @@ class Roll {
   struct Line {
     alignas(64) uint64_t arrived;
     alignas(64) uint64_t beats;
-    alignas(64) uint64_t has_left;
+    alignas(64) uint64_t has_left;  // 1 + the life that has
     uint64_t pid;
-    uint64_t asks;
+    uint64_t asks;  // likewise
     Mail mail[2];
-    // Behind it: proposals [2][set_words()].
+    // Behind it: proposals [2][num_ranks], of each rank 2 * life + (1 if it is a member).
   };
 
   // All in one order for all ranks: of two that arrive at the same time, one sees the other.
@@ -114,14 +126,22 @@ class Roll {
   [[nodiscard]] static bool swap(uint64_t& word, uint64_t& seen, uint64_t next) {
     return Word(word).compare_exchange_strong(seen, next, std::memory_order_seq_cst);
   }
-  [[nodiscard]] Line& line(int rank) const;
-  [[nodiscard]] Line& own_line() const { return line(rank_); }
-  [[nodiscard]] uint64_t* proposal(int rank, uint64_t epoch) const;
-  [[nodiscard]] size_t set_words() const { return (static_cast<size_t>(num_ranks_) + 63) / 64; }
+  // Lines in turn for the lives of a rank.
+  [[nodiscard]] size_t seat(int rank, uint64_t life) const {
+    return life % 2 * static_cast<size_t>(num_ranks_) + static_cast<size_t>(rank);
+  }
+  [[nodiscard]] Line& line(size_t seat) const;
+  [[nodiscard]] Line& line(int rank) const {
+    return line(seat(rank, lives_[static_cast<size_t>(rank)]));
+  }
+  [[nodiscard]] Line& own_line() const { return line(seat(rank_, life_)); }
+  [[nodiscard]] uint64_t* proposal(size_t seat, uint64_t epoch) const;
   [[nodiscard]] size_t line_bytes() const;
 
   int rank_;
   int num_ranks_;
+  uint64_t life_ = 0;            // of this rank
+  std::vector<uint64_t> lives_;  // by rank
   Memory memory_;
   SignalBlock bell_;
   uint64_t* state_ = nullptr;
@@ -131,6 +151,7 @@ class Roll {
   std::vector<std::unique_ptr<ProcessWatch>> watches_;
 
   void map(MemorySource& source, const Cookie& cookie);
+  void watch(int rank);
   [[nodiscard]] uint64_t num_bytes() const;
 };
 

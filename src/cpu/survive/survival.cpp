@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <iterator>
 #include <thread>
+#include <utility>
 
 #include "core/clock.hpp"
 #include "core/log.hpp"
@@ -47,6 +48,7 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
 }
 
 void Survival::join() {
+  roll_.be_next(members_);
   // Where the others have yet to see that the one before it in its place is gone.
   while (members_.has(context_.rank)) {
     std::vector<int> rest;
@@ -59,7 +61,7 @@ void Survival::join() {
   for (;;) {
     const uint32_t doorbell = roll_.doorbell();
     members_ = roll_.members();
-    if (members_.has(context_.rank)) {
+    if (roll_.is_in(members_)) {
       break;
     }
     if (deadline.has_passed()) {
@@ -78,7 +80,7 @@ void Survival::join() {
   roll_.ask(false);
   call_ = roll_.committed();
   has_newcomers_ = true;
-  std::ranges::for_each(members_.ranks, [this](int rank) { roll_.watch(rank); });
+  roll_.follow(members_);
 }
 
 std::string Survival::invitation() const {
@@ -129,26 +131,36 @@ void Survival::look() const {
   );
 }
 
-std::vector<uint64_t> Survival::looks() const {
-  std::vector<uint64_t> looks;
+Survival::Vigil Survival::begin_wait() const {
+  Vigil wait = {.begin = Clock::now(), .looks = {}, .silent_since = {}};
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    looks.push_back(roll_.beats(rank));
+    wait.looks.push_back(roll_.beats(rank));
+    wait.silent_since.push_back(wait.begin);
   }
-  return looks;
+  return wait;
 }
 
-void Survival::blame_silent(const std::vector<uint64_t>& since) {
-  if (group_.topology().one_process) {
-    return;
-  }
-  const std::lock_guard lock(mutex_);
-  silent_.clear();
+bool Survival::is_over(Vigil& wait) {
+  const auto now = Clock::now();
+  std::vector<int> silent;
   for (const int rank : members_.ranks) {
-    const bool is_silent = roll_.beats(rank) == since[static_cast<size_t>(rank)];
-    if (is_silent && rank != context_.rank && !roll_.has_arrived(rank, members_, call_)) {
-      silent_.push_back(rank);
+    const auto at = static_cast<size_t>(rank);
+    const uint64_t seen = std::exchange(wait.looks[at], roll_.beats(rank));
+    if (seen != wait.looks[at]) {
+      wait.silent_since[at] = now;
+    } else if (now - wait.silent_since[at] >= timeout_ && rank != context_.rank && !roll_.has_arrived(rank, members_, call_)) {
+      silent.push_back(rank);
     }
   }
+  if (group_.topology().one_process) {  // nothing keeps away what a thread stores
+    return now - wait.begin >= timeout_;
+  }
+  if (silent.empty()) {
+    return now - wait.begin >= 2 * timeout_;
+  }
+  const std::lock_guard lock(mutex_);
+  silent_ = std::move(silent);
+  return true;
 }
 
 void Survival::begin_call() {
@@ -169,8 +181,7 @@ bool Survival::finish_call(std::string_view op) {
     }
     hwy::Pause();
   }
-  const std::vector<uint64_t> first = looks();
-  const Deadline deadline(timeout_);
+  Vigil wait = begin_wait();
   for (;;) {
     const uint32_t doorbell = roll_.doorbell();
     // First: once others are members, the call can no longer be committed among these.
@@ -182,10 +193,7 @@ bool Survival::finish_call(std::string_view op) {
       return false;
     }
     roll_.beat();
-    const bool is_late = deadline.has_passed();
-    if (is_late) {
-      blame_silent(first);
-    }
+    const bool is_late = is_over(wait);
     if (propose_without_gone()) {
       continue;
     }
@@ -198,7 +206,7 @@ bool Survival::finish_call(std::string_view op) {
         seconds_text(timeout_),
         call_
     );
-    roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
+    roll_.sleep(doorbell, kLookEvery);
   }
 }
 
@@ -233,7 +241,7 @@ void Survival::give_up(std::span<const int> ranks) {
   // Until they are none: others may give up ranks at the same time, and this rank before.
   for (;;) {
     const Roll::Members now = roll_.members();
-    if (!now.has(context_.rank) || std::ranges::none_of(now.ranks, is_out)) {
+    if (!roll_.is_in(now) || std::ranges::none_of(now.ranks, is_out)) {
       return;
     }
     std::vector<int> rest;
@@ -269,7 +277,7 @@ bool Survival::adopt(std::string_view op) {
   const Roll::Members next = roll_.members();
   WEFT_CHECK(
       context_,
-      next.has(context_.rank),
+      roll_.is_in(next),
       ErrorCode::kPeerFailed,
       "{}: this rank was given up by the others, which did not hear of it in time ({} ranks go on, "
       "from call {})",
@@ -277,14 +285,12 @@ bool Survival::adopt(std::string_view op) {
       next.ranks.size(),
       call_
   );
-  std::vector<int> lost;
-  std::vector<int> back;
-  std::ranges::set_difference(members_.ranks, next.ranks, std::back_inserter(lost));
-  std::ranges::set_difference(next.ranks, members_.ranks, std::back_inserter(back));
+  const std::vector<int> lost = members_.beside(next);
+  const std::vector<int> back = next.beside(members_);
   for (const int rank : lost) {
     has_strays_ = has_strays_ || !roll_.has_ended(rank);
   }
-  std::ranges::for_each(back, [this](int rank) { roll_.watch(rank); });
+  roll_.follow(next);
   has_newcomers_ = has_newcomers_ || !back.empty();
   const auto tell = [&](const std::vector<int>& ranks, std::string_view what) {
     if (!ranks.empty()) {
@@ -320,8 +326,7 @@ std::vector<Bytes> Survival::all_gather(std::span<const std::byte> block) {
   const uint64_t round = round_++;
   roll_.post(members_.epoch, round, block);
   std::vector<Bytes> blocks(static_cast<size_t>(context_.num_ranks));
-  const std::vector<uint64_t> first = looks();
-  const Deadline deadline(timeout_);
+  Vigil wait = begin_wait();
   for (const int rank : members_.ranks) {
     for (;;) {
       const uint32_t doorbell = roll_.doorbell();
@@ -334,17 +339,15 @@ std::vector<Bytes> Survival::all_gather(std::span<const std::byte> block) {
       WEFT_CHECK(
           context_, !has_ended, ErrorCode::kPeerFailed, "survive: rank {} is lost, too", rank
       );
-      if (deadline.has_passed()) {
-        blame_silent(first);
-        WEFT_RAISE(
-            context_,
-            ErrorCode::kTimeout,
-            "survive: rank {} did not come within {}",
-            rank,
-            seconds_text(timeout_)
-        );
-      }
-      roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
+      WEFT_CHECK(
+          context_,
+          !is_over(wait),
+          ErrorCode::kTimeout,
+          "survive: rank {} did not come within {}",
+          rank,
+          seconds_text(timeout_)
+      );
+      roll_.sleep(doorbell, kLookEvery);
     }
   }
   return blocks;

@@ -30,9 +30,16 @@ class Survival {
   // --- any thread, while a call waits ---
   // Tells the others that this rank is not stopped. Throws PeerError if the members have changed.
   void look() const;
-  // How often each rank has looked, and who of the members has not since then: for deadlines.
-  [[nodiscard]] std::vector<uint64_t> looks() const;
-  void blame_silent(const std::vector<uint64_t>& since);
+  // A wait of one thread: since when each rank has not looked, as far as this wait has seen.
+  struct Vigil {
+    std::chrono::steady_clock::time_point begin;
+    std::vector<uint64_t> looks;                                      // by rank
+    std::vector<std::chrono::steady_clock::time_point> silent_since;  // by rank
+  };
+  [[nodiscard]] Vigil begin_wait() const;
+  // Whether a wait has to end: a member whose arrival is missing has not looked for the timeout,
+  // and is given up for that, or twice the timeout has passed although all look. To be asked often.
+  [[nodiscard]] bool is_over(Vigil& wait);
 
   // --- this rank's thread ---
   [[nodiscard]] const std::vector<int>& members() const { return members_.ranks; }
@@ -86,7 +93,7 @@ class Survival {
   bool has_strays_ = false;
   bool has_newcomers_ = false;
   std::mutex mutex_;
-  std::vector<int> silent_;  // by mutex_; who let a deadline of this attempt pass
+  std::vector<int> silent_;  // by mutex_; whom a wait of this attempt has given up
 };
 
 }  // namespace weft

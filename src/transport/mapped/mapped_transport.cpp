@@ -322,11 +322,11 @@ PeerState MappedTransport::peer_state(int rank) const {
   return is_alive ? PeerState::kAlive : PeerState::kDied;
 }
 
-void MappedTransport::close() {
+void MappedTransport::leave(int dead) {
   if (std::exchange(is_closed_, true) || !own_.is_here()) {
     return;
   }
-  own_.set_left();
+  own_.set_left(dead);
   for (const auto& to : peers_) {
     if (to != nullptr) {
       to->signals.ring();  // whoever is parked learns of it now

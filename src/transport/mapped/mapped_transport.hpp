@@ -121,7 +121,13 @@ class MappedTransport final : public Transport {
   [[nodiscard]] uint32_t doorbell() const override { return own_.doorbell(); }
   void park(uint32_t seen, std::chrono::nanoseconds at_most) override;
   [[nodiscard]] PeerState peer_state(int rank) const override;
-  void close() override;
+  void close() override { leave(-1); }
+  // As close(), and tells the members that a rank has died, of theirs or not; -1: none.
+  void leave(int dead);
+  // The rank of whose death a member told when it left; -1: none.
+  [[nodiscard]] int death_told_by(int rank) const {
+    return peer("death_told_by", rank).signals.told_death();
+  }
 
  private:
   struct Peer {

@@ -44,7 +44,10 @@ class SignalBlock {
   void set_pid() { header().pid = ::getpid(); }  // before peers learn of the block
   // False in a child that fork() made of the owner: what it inherits is not its own to end.
   [[nodiscard]] bool is_here() const { return header().pid == ::getpid(); }
-  void set_left() { Atomic32(header().has_left).store(1, std::memory_order_release); }
+  // `dead`: a rank whose death it has seen before; -1: none.
+  void set_left(int dead) {
+    Atomic32(header().left).store(static_cast<uint32_t>(dead + 2), std::memory_order_release);
+  }
   // Generation of the region alive in `slot`, 0 for none.
   void set_generation(uint32_t slot, uint32_t generation) {
     Atomic32(header().generation[slot]).store(generation, std::memory_order_release);
@@ -68,7 +71,12 @@ class SignalBlock {
   }
   [[nodiscard]] int32_t pid() const { return header().pid; }
   [[nodiscard]] bool has_left() const {
-    return Atomic32(header().has_left).load(std::memory_order_acquire) != 0;
+    return Atomic32(header().left).load(std::memory_order_acquire) != 0;
+  }
+  // The rank whose death the owner had seen when it left; -1: none, or it has not left.
+  [[nodiscard]] int told_death() const {
+    const uint32_t left = Atomic32(header().left).load(std::memory_order_relaxed);
+    return std::max(static_cast<int>(left) - 2, -1);
   }
   [[nodiscard]] uint32_t generation(uint32_t slot) const {
     return Atomic32(header().generation[slot]).load(std::memory_order_acquire);
@@ -88,7 +96,7 @@ class SignalBlock {
   struct Header {
     alignas(64) uint32_t doorbell;
     alignas(64) uint32_t waiters;
-    alignas(64) uint32_t has_left;
+    alignas(64) uint32_t left;  // 0: not yet, 1: yes, 2 + n: after rank n died
     int32_t pid;
     uint32_t num_releases;
     alignas(64) uint32_t generation[kMaxRegions];

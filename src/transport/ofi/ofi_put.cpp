@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <rdma/fi_errno.h>
 #include <thread>
 
@@ -24,8 +25,10 @@ constexpr uint64_t kCopyBytes = 512 << 10;
 
 constexpr int kPauses = 64;
 // A message takes less than that; two peers that sleep wait for each other's naps.
-constexpr int kYields = 1024;         // a millisecond or two
-constexpr int kRoundsPerKnock = 512;  // some 20 ms of naps
+constexpr int kYields = 1024;  // a millisecond or two
+// How often a thread that waits for the fabric looks whether its peer is there. By the clock: on a
+// busy machine a yield may take milliseconds, and soon a host that ended does not answer at all.
+constexpr auto kLookEvery = std::chrono::milliseconds(50);
 
 // Others run while this thread waits for the fabric.
 void relax(int round) {
@@ -184,7 +187,8 @@ void OfiTransport::post_write(
       }
     }
   }
-  const Outcome outcome = persist(way, until(), [&] { return queue.post(*operation, write); });
+  const Outcome outcome =
+      persist(way, until(), [&] { return noted(way.rank, queue.post(*operation, write)); });
   if (outcome != Outcome::kDone) {
     queue.abandon(*operation);
   }
@@ -209,15 +213,24 @@ void OfiTransport::raise(int rank, uint32_t signal, uint64_t amount) {
 
 // --- trying again ---
 
+int64_t OfiTransport::noted(int rank, int64_t result) const {
+  if (result == 0) {
+    peers_->note_answered(rank);
+  }
+  return result;
+}
+
 template <class Attempt>
 OfiTransport::Outcome OfiTransport::persist(
     const Way& way, Clock::time_point deadline, const Attempt& attempt
 ) {
   const int rank = way.rank;
+  std::optional<Clock::time_point> next_look;
   for (int round = 0;; ++round) {
     if (peers_->has_left(rank)) {
       return Outcome::kGone;
     }
+    bool is_silent = false;
     if (!peers_->has_failed(rank)) {
       const int64_t result = attempt();
       if (result == 0) {
@@ -226,22 +239,31 @@ OfiTransport::Outcome OfiTransport::persist(
       if (result != -FI_EAGAIN && result != Queue::kNoRoom) {
         on_failure(rank, "post", static_cast<int>(-result));
       }
+      is_silent = result == -FI_EAGAIN && way.queue.num_flying() == 0;  // no lack of room
     }
     if (way.queue.poll() > 0) {
       round = 0;
+      next_look.reset();
       continue;
     }
     if (round > 0 && peers_->has_died(rank)) {
       return Outcome::kGone;
     }
-    if (round > kYields && round % kRoundsPerKnock == kRoundsPerKnock - 1) {
-      knock_at(rank);
-    }
     if (peers_->failure(rank)) {
       return Outcome::kFailed;
     }
-    if (Clock::now() >= deadline) {
+    const auto now = Clock::now();
+    if (now >= deadline) {
       return Outcome::kLate;
+    }
+    next_look = next_look.value_or(now + kLookEvery);
+    if (now >= *next_look) {
+      next_look = now + kLookEvery;
+      hear_neighbours();
+      if (is_silent) {
+        note_silence(rank);
+      }
+      knock_at(rank);
     }
     relax(round);
   }
@@ -250,7 +272,9 @@ OfiTransport::Outcome OfiTransport::persist(
 OfiTransport::Outcome OfiTransport::send(
     const Way& way, const Message& message, Clock::time_point deadline, const Pending& pending
 ) {
-  return persist(way, deadline, [&] { return way.queue.send(way.rank, message, pending); });
+  return persist(way, deadline, [&] {
+    return noted(way.rank, way.queue.send(way.rank, message, pending));
+  });
 }
 
 OfiTransport::Outcome OfiTransport::await(const Way& way, const Pending& pending) {

@@ -22,8 +22,8 @@ constexpr auto kReleasePatience = std::chrono::seconds(1);
 // A peer that is stopped must not hold a leaving rank up for longer.
 constexpr auto kClosePatience = std::chrono::seconds(2);
 
-// On a network: a rank that the fabric takes nothing for, not even a connection, for so long is
-// gone. A guess; connecting takes milliseconds.
+// On a network: a rank that the fabric takes nothing for any more, not even a connection, for so
+// long is gone. A guess; connecting takes milliseconds.
 constexpr auto kLongSilence = std::chrono::seconds(5);
 
 // A local provider's address is a text like "fi_shm://" and the name of its file.
@@ -92,6 +92,9 @@ void OfiTransport::on_message(const Message& message) {
       );
       return;
     case MessageKind::kLeft:
+      if (message.a > 0 && std::cmp_less_equal(message.a, context_.num_ranks)) {
+        hear_of_death(static_cast<int>(message.a) - 1);
+      }
       peers_->on_left(from);
       note_news();
       return;
@@ -216,29 +219,56 @@ void OfiTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {
 
 // --- life: who is there, and leaving ---
 
+// Not every rank can see a death at once, or at all: one that leaves for it tells the others.
+void OfiTransport::hear_of_death(int rank) const {
+  if (rank >= 0 && is_remote(rank)) {
+    peers_->on_lost(rank);
+  }
+}
+
+void OfiTransport::hear_neighbours() const {
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
+    if (!is_remote(rank)) {
+      hear_of_death(neighbours_->death_told_by(rank));
+    }
+  }
+}
+
+// A rank that is known to have died; -1: none.
+int OfiTransport::find_dead() const {
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
+    const bool has_died = is_remote(rank) ? peers_->has_died(rank) && !peers_->has_left(rank)
+                                          : neighbours_->peer_state(rank) == PeerState::kDied;
+    if (has_died) {
+      return rank;
+    }
+  }
+  return -1;
+}
+
 // One try: who asks for a state asks again.
 void OfiTransport::ping(int rank) const {
   Queue& queue = *queues_.front();
   if (queue.num_flying_to(rank) > 0) {
     return;  // its fate tells as much
   }
-  const int64_t result = queue.send(rank, message(MessageKind::kPing));
-  if (result == 0) {
-    peers_->note_answered(rank);
-    return;
-  }
-  if (result == Queue::kNoRoom) {
+  const int64_t result = noted(rank, queue.send(rank, message(MessageKind::kPing)));
+  if (result == 0 || result == Queue::kNoRoom) {
     return;
   }
   if (result != -FI_EAGAIN) {
     peers_->on_failure(rank, "fi_sendmsg", static_cast<int>(-result), fabric_->name());
     return;
   }
-  // Some providers try to connect again and again, and never say that nobody is there.
-  if (peers_->note_unanswered(rank) > kLongSilence) {
+  note_silence(rank);
+  knock_at(rank);
+}
+
+// Some providers try to connect again and again, and never say that nobody is there.
+void OfiTransport::note_silence(int rank) const {
+  if (peers_->needs_ping(rank) && peers_->note_unanswered(rank) > kLongSilence) {
     peers_->on_lost(rank);
   }
-  knock_at(rank);
 }
 
 // On IP there is a quicker way to find out.
@@ -257,6 +287,7 @@ PeerState OfiTransport::peer_state(int rank) const {
   if (peers_->has_left(rank)) {
     return PeerState::kLeft;
   }
+  hear_neighbours();
   if (!peers_->has_died(rank)) {
     if (peers_->needs_ping(rank) && !is_closed_) {
       ping(rank);
@@ -285,7 +316,8 @@ void OfiTransport::close() {
   if (std::exchange(is_closed_, true)) {
     return;
   }
-  neighbours_->close();  // nothing is under way there
+  const int dead = find_dead();
+  neighbours_->leave(dead);  // nothing is under way there
   const Clock::time_point deadline =
       Clock::now() + std::min<Clock::duration>(kClosePatience, timeout_);
   const auto finish_flying = [&] {
@@ -307,7 +339,7 @@ void OfiTransport::close() {
   };
   // A farewell is sent when all before it has been delivered, so that it is the last that comes.
   finish_flying();
-  const Message farewell = message(MessageKind::kLeft);
+  const Message farewell = message(MessageKind::kLeft, static_cast<uint64_t>(dead + 1));
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
     for (const auto& queue : queues_) {
       if (is_remote(rank) && !peers_->is_gone(rank)) {

@@ -130,6 +130,8 @@ class OfiTransport final : public Transport, private QueueEvents {
       const Pending& pending
   );
   void require(Outcome outcome, int rank) const;
+  // What the fabric said when it was given something for `rank`.
+  [[nodiscard]] int64_t noted(int rank, int64_t result) const;
   // `attempt` returns 0, -FI_EAGAIN, kNoRoom or libfabric's error; kDone is what is left.
   template <class Attempt>
   Outcome persist(const Way& way, Clock::time_point deadline, const Attempt& attempt);
@@ -143,7 +145,11 @@ class OfiTransport final : public Transport, private QueueEvents {
   Outcome await(const Way& way, const Pending& pending);
 
   void poll_until_quiet() const;
+  void hear_of_death(int rank) const;
+  void hear_neighbours() const;
+  [[nodiscard]] int find_dead() const;
   void ping(int rank) const;
+  void note_silence(int rank) const;
   void knock_at(int rank) const;
   void remove_files_of(int rank) const;
   void throw_failure() const;

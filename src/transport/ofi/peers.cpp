@@ -63,16 +63,26 @@ void Peers::on_failure(int rank, const char* call, int error, std::string_view p
 }
 
 std::chrono::nanoseconds Peers::note_unanswered(int rank) {
-  const std::lock_guard lock(mutex_);
   Peer& peer = at(rank);
-  const auto now = Clock::now();
-  peer.unanswered_since = peer.unanswered_since.value_or(now);
-  return now - *peer.unanswered_since;
+  if (!peer.has_answered.load(std::memory_order_relaxed)) {
+    return {};
+  }
+  const Clock::rep now = Clock::now().time_since_epoch().count();
+  Clock::rep since = 0;
+  const bool is_first =
+      peer.unanswered_since.compare_exchange_strong(since, now, std::memory_order_relaxed);
+  return Clock::duration(is_first ? 0 : now - since);
 }
 
+// Every put calls it, so it writes only what is news.
 void Peers::note_answered(int rank) {
-  const std::lock_guard lock(mutex_);
-  at(rank).unanswered_since.reset();
+  Peer& peer = at(rank);
+  if (!peer.has_answered.load(std::memory_order_relaxed)) {
+    peer.has_answered.store(true, std::memory_order_relaxed);
+  }
+  if (peer.unanswered_since.load(std::memory_order_relaxed) != 0) {
+    peer.unanswered_since.store(0, std::memory_order_relaxed);
+  }
 }
 
 std::optional<std::string> Peers::failure(int rank) const {

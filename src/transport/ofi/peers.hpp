@@ -35,7 +35,8 @@ class Peers {
   // It is gone without a farewell.
   void on_lost(int rank) { at(rank).is_lost.store(true, std::memory_order_release); }
 
-  // The fabric takes nothing for this rank; since when. And that it does.
+  // The fabric takes nothing for this rank, though it once did; for how long. And that it does: a
+  // first connection may take its time.
   [[nodiscard]] std::chrono::nanoseconds note_unanswered(int rank);
   void note_answered(int rank);
 
@@ -67,10 +68,11 @@ class Peers {
     std::atomic<uint32_t> num_farewells = 0;
     std::atomic<bool> is_lost = false;  // no process can be watched, but its end is gone
     std::atomic<bool> has_failed = false;
+    std::atomic<bool> has_answered = false;
+    std::atomic<Clock::rep> unanswered_since = 0;  // 0: it answers
     // Under mutex_:
     std::string what;  // failed first
     Clock::time_point when;
-    std::optional<Clock::time_point> unanswered_since;
   };
   [[nodiscard]] const Peer& at(int rank) const { return peers_[static_cast<size_t>(rank)]; }
   [[nodiscard]] Peer& at(int rank) { return peers_[static_cast<size_t>(rank)]; }

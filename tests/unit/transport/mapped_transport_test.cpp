@@ -62,6 +62,24 @@ TEST_P(MappedTransportTest, RefusesWhatItsOwnerReleased) {
   });
 }
 
+TEST_P(MappedTransportTest, TellsOfADeathWhenItLeaves) {
+  run(3, [](Wire& wire) {
+    auto& transport = dynamic_cast<MappedTransport&>(*wire.transport);
+    EXPECT_EQ(transport.death_told_by(1), -1);
+    wire.group.barrier();
+    if (wire.rank() != 0) {
+      transport.leave(wire.rank() == 1 ? 5 : -1);
+    }
+    wire.group.barrier();
+    if (wire.rank() == 0) {
+      EXPECT_EQ(transport.peer_state(1), PeerState::kLeft);
+      EXPECT_EQ(transport.death_told_by(1), 5);
+      EXPECT_EQ(transport.peer_state(2), PeerState::kLeft);
+      EXPECT_EQ(transport.death_told_by(2), -1);
+    }
+  });
+}
+
 // Its owner has given up, and a worker of this rank that is only late copies to where it was told,
 // while another one waits.
 TEST_P(MappedTransportTest, KeepsWhatItsOwnerReleasedUntilTheNextImport) {

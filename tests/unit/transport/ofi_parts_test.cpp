@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/env.hpp"
@@ -166,6 +168,19 @@ TEST(OfiPeersTest, TakesABrokenConnectionForADeathOnlyWhereNoProcessIsWatched) {
   EXPECT_FALSE(peers.has_died(1));
   EXPECT_TRUE(peers.has_failed(1));
   EXPECT_FALSE(peers.failure(1));  // its death may come to light in a moment
+}
+
+TEST(OfiPeersTest, CountsSilenceOnlyOfARankThatOnceAnswered) {
+  Peers peers(2, 1);
+  static_cast<void>(peers.note_unanswered(1));
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  EXPECT_EQ(peers.note_unanswered(1).count(), 0) << "it may still be connecting";
+  peers.note_answered(1);
+  EXPECT_EQ(peers.note_unanswered(1).count(), 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  EXPECT_GT(peers.note_unanswered(1).count(), 0);
+  peers.note_answered(1);
+  EXPECT_EQ(peers.note_unanswered(1).count(), 0);
 }
 
 TEST(OfiAddressTest, BindsToLoopbackUnlessTold) {

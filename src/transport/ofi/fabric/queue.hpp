@@ -54,7 +54,7 @@ class Immediate {
 enum class MessageKind : uint32_t {
   kRaise,     // signal a grows by b
   kReleased,  // region a, generation b of the sender is gone
-  kLeft,      // the sender has said all it had to say on this queue
+  kLeft,      // the sender has said all it had to say on this queue; a - 1 died before, if a > 0
   kPing,      // nothing; that it was delivered is the news
 };
 

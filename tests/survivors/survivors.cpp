@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "survivors.hpp"
+#include "survivors/survivors.hpp"
 
 #include <fmt/format.h>
 
@@ -40,6 +40,12 @@ Matrix index_of(const RouteTable& table, DType dtype, const Part& part) {
   Matrix matrix(dtype, table.num_tokens, table.topk);
   std::memcpy(matrix.view().data, part.data(), part.size() * sizeof(part[0]));
   return matrix;
+}
+
+// Of a round's rows, which are in one of two places.
+Tensor rows_of(const SurvivorRounds::Round& round) {
+  const Tensor& direct = round.buffer.tensor();
+  return direct.is_given() ? direct : const_cast<Matrix&>(round.rows).view();
 }
 
 }  // namespace
@@ -143,63 +149,76 @@ SurvivorRounds::Outputs SurvivorRounds::expected(
   return std::move(out[rank]);
 }
 
-std::string SurvivorRounds::run(
-    Exchange& exchange, uint64_t seed, const std::function<void(int call)>& before
+SurvivorRounds::Round SurvivorRounds::call(
+    Exchange& exchange, uint64_t seed, const std::function<void(int call)>& at
 ) const {
   const auto rank = static_cast<size_t>(exchange.rank());
   const Inputs in = inputs(seed);
   const RouteTable& table = in.tables[rank];
   const Matrix idx = index_of(table, DType::kInt32, table.expert);
   const Matrix weights = index_of(table, DType::kFloat32, table.weight);
-  RoundReport alive;
-  before(0);
-  const Plan plan = exchange.plan({.topk_idx = idx.view(), .weights = weights.view()}, options());
-  alive.plan = exchange.report().alive;
-  const bool is_direct = spec_.output == OutputMemory::kDirect || seed % 2 == 0;
-  const Buffer buffer = exchange.allocate(plan.num_rows(), setup_.hidden, DType::kFloat32);
-  Outputs out;
-  out.rows = Matrix(DType::kFloat32, plan.num_rows(), setup_.hidden);
-  out.weights = Matrix(DType::kFloat32, plan.num_rows(), plan.row_weight_cols());
-  out.x = Matrix(DType::kFloat32, plan.num_tokens(), setup_.hidden);
-  fill_canary(buffer.tensor());
-  const Tensor rows = is_direct ? buffer.tensor() : out.rows.view();
-  Matrix count_sums(DType::kInt32, 1, plan.num_local_experts());
-  DispatchOutput output = {.rows = rows, .weights = out.weights.view()};
-  if (spec_.layout != Layout::kRankMajor) {
-    std::fill_n(count_sums.as<int32_t>(), count_sums.num_elements(), 0);
-    output.count_sums = count_sums.view();
+  Round round;
+  round.seed = seed;
+  at(0);
+  round.plan = exchange.plan({.topk_idx = idx.view(), .weights = weights.view()}, options());
+  const Plan& plan = *round.plan;
+  round.alive.plan = exchange.report().alive;
+  if (spec_.output == OutputMemory::kDirect || seed % 2 == 0) {
+    round.buffer = exchange.allocate(plan.num_rows(), setup_.hidden, DType::kFloat32);
+    fill_canary(round.buffer.tensor());
+  } else {
+    round.rows = Matrix(DType::kFloat32, plan.num_rows(), setup_.hidden);
   }
-  before(1);
-  exchange.dispatch(plan, {.x = in.x[rank].view(), .weights = weights.view()}, output);
-  alive.dispatch = exchange.report().alive;
-  before(2);
-  exchange.combine(plan, {.rows = rows}, {.x = out.x.view()});
-  alive.combine = exchange.report().alive;
+  round.weights = Matrix(DType::kFloat32, plan.num_rows(), plan.row_weight_cols());
+  round.x = Matrix(DType::kFloat32, plan.num_tokens(), setup_.hidden);
+  DispatchOutput out = {.rows = rows_of(round), .weights = round.weights.view()};
+  if (spec_.layout != Layout::kRankMajor) {
+    round.count_sums = Matrix(DType::kInt32, 1, plan.num_local_experts());
+    std::fill_n(round.count_sums.as<int32_t>(), round.count_sums.num_elements(), 0);
+    out.count_sums = round.count_sums.view();
+  }
+  at(1);
+  exchange.dispatch(plan, {.x = in.x[rank].view(), .weights = weights.view()}, out);
+  round.alive.dispatch = exchange.report().alive;
+  at(2);
+  exchange.combine(plan, {.rows = rows_of(round)}, {.x = round.x.view()});
+  round.alive.combine = exchange.report().alive;
+  at(3);
+  return round;
+}
 
-  const std::vector<Plan> wanted = plans(in, alive);
-  std::string problem = first_difference(plan, wanted[rank]);
-  const Outputs right = expected(wanted, in, alive, rank);
+std::string SurvivorRounds::problem_of(const Round& round, int rank) const {
+  const auto at = static_cast<size_t>(rank);
+  const Inputs in = inputs(round.seed);
+  const std::vector<Plan> wanted = plans(in, round.alive);
+  const Outputs right = expected(wanted, in, round.alive, at);
+  std::string problem = first_difference(*round.plan, wanted[at]);
   const auto compare = [&](std::string_view what, ConstTensor actual, const Matrix& expect) {
     problem = problem.empty() ? first_difference(what, actual, expect.view()) : problem;
   };
-  compare("dispatch: rows", rows, right.rows);
-  compare("dispatch: weights", out.weights.view(), right.weights);
-  compare("combine: x", out.x.view(), right.x);
-  const auto* sums = count_sums.as<int32_t>();
-  if (output.count_sums.is_given() &&
-      !std::ranges::equal(std::span(sums, plan.rows_per_expert().size()), plan.rows_per_expert())) {
+  compare("dispatch: rows", rows_of(round), right.rows);
+  compare("dispatch: weights", round.weights.view(), right.weights);
+  compare("combine: x", round.x.view(), right.x);
+  const std::span sums(round.count_sums.as<int32_t>(), round.count_sums.num_elements());
+  if (!sums.empty() && !std::ranges::equal(sums, round.plan->rows_per_expert())) {
     problem += "dispatch: count_sums are not those of one call";
   }
   return problem.empty() ? problem
                          : fmt::format(
                                "rank {}, seed {}, alive {} / {} / {}: {}",
                                rank,
-                               seed,
-                               fmt::join(alive.plan, ","),
-                               fmt::join(alive.dispatch, ","),
-                               fmt::join(alive.combine, ","),
+                               round.seed,
+                               fmt::join(round.alive.plan, ","),
+                               fmt::join(round.alive.dispatch, ","),
+                               fmt::join(round.alive.combine, ","),
                                problem
                            );
+}
+
+std::string SurvivorRounds::run(
+    Exchange& exchange, uint64_t seed, const std::function<void(int call)>& at
+) const {
+  return problem_of(call(exchange, seed, at), exchange.rank());
 }
 
 }  // namespace weft::test

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,10 +27,28 @@ class SurvivorRounds {
  public:
   SurvivorRounds(const ExchangeSetup& setup, const Case& spec) : setup_(setup), spec_(spec) {}
 
-  // One round of this rank, numbered by its seed. `before(call)` is called before each call of the
-  // round, counted from 0. Returns what differs from the reference, nothing if all is right.
+  // What the calls of a round have come to on this rank.
+  struct Round {
+    uint64_t seed = 0;
+    RoundReport alive;
+    std::optional<Plan> plan;
+    Buffer buffer;
+    Matrix rows;  // if not in `buffer`
+    Matrix weights;
+    Matrix x;
+    Matrix count_sums;  // of a layout that counts rows by expert
+  };
+
+  // The calls of one round, numbered by its seed, of this rank. `at(call)` is called before each,
+  // counted from 0, and with 3 when the last has returned.
+  [[nodiscard]] Round call(
+      Exchange& exchange, uint64_t seed, const std::function<void(int call)>& at = [](int) {}
+  ) const;
+  // What differs from the reference, nothing if all is right.
+  [[nodiscard]] std::string problem_of(const Round& round, int rank) const;
+  // Both.
   [[nodiscard]] std::string run(
-      Exchange& exchange, uint64_t seed, const std::function<void(int call)>& before = [](int) {}
+      Exchange& exchange, uint64_t seed, const std::function<void(int call)>& at = [](int) {}
   ) const;
 
  private:

@@ -1,0 +1,291 @@
+// SPDX-License-Identifier: Apache-2.0
+// How long after a death does the call end on all who are left (PeerLoss::kShrink), and what does
+// that readiness cost while nobody dies?
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <csignal>
+#include <cstdlib>
+#include <functional>
+#include <iostream>
+#include <iterator>
+#include <string>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include "cli/progress.hpp"
+#include "cli/standard_streams.hpp"
+#include "core/clock.hpp"
+#include "group/control_plane.hpp"
+#include "measure/measure.hpp"
+#include "measure/results.hpp"
+#include "measure/workload.hpp"
+#include "report/json_text.hpp"
+#include "survivors/shared.hpp"
+#include "survivors/survivors.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft::bench {
+namespace {
+
+using program::rounded;
+using Json = nlohmann::ordered_json;
+
+constexpr int kDeathRanks = 8;
+constexpr int kHung = 128 + SIGALRM;
+constexpr std::chrono::seconds kBound(120);  // of a rank's life
+
+// --- deaths ---
+
+// What the ranks of one death tell the parent: nanoseconds of the clock, 0 for none.
+struct Times {
+  std::atomic<int64_t> death = 0;
+  std::array<std::atomic<int64_t>, kDeathRanks> end = {};
+};
+
+int64_t nanoseconds() {
+  return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
+}
+
+// A rank of one death. The victim dies by itself at a random moment; the others make rounds until
+// they have heard of it, and one more; these two rounds are compared with the reference.
+int live(const Group& group, uint64_t seed, Times& times) {
+  test::ExchangeSetup setup;
+  setup.num_ranks = kDeathRanks;
+  setup.num_experts = 2 * kDeathRanks;
+  setup.transport = "shm";
+  const test::SurvivorRounds rounds(setup, {});
+  ExchangeConfig config = setup.config();
+  config.on_peer_loss = PeerLoss::kShrink;
+  ::alarm(static_cast<unsigned>(kBound.count()));
+  Exchange exchange(group, config);
+  RandomSource random(seed);
+  const auto victim = static_cast<int>(random.below(kDeathRanks));
+  const std::chrono::microseconds delay(random.between(0, 100'000));
+  group.barrier();
+  if (group.rank() == victim) {
+    std::thread([&times, delay] {
+      std::this_thread::sleep_for(delay);
+      times.death = nanoseconds();
+      std::raise(SIGKILL);
+    }).detach();
+  }
+  std::atomic<int64_t>& end = times.end[static_cast<size_t>(group.rank())];
+  std::string problem;
+  for (uint64_t number = 0, num_after = 0; num_after < 2 && problem.empty(); ++number) {
+    const auto round = rounds.call(exchange, seed + number, [&](int /*call*/) {
+      if (end == 0 && !exchange.report().lost.empty()) {
+        end = nanoseconds();
+      }
+    });
+    if (end != 0) {
+      ++num_after;
+      problem = rounds.problem_of(round, group.rank());
+    }
+  }
+  if (!problem.empty()) {
+    std::cerr << problem << std::endl;
+  }
+  return problem.empty() ? 0 : 1;
+}
+
+Json measure_deaths(int num_deaths, uint64_t seed) {
+  std::vector<double> ms;
+  int num_wrong = 0;
+  int num_hung = 0;
+  program::Progress progress("deaths");
+  for (int death = 0; death < num_deaths; ++death) {
+    progress.update(static_cast<double>(death) / num_deaths);
+    const test::Shared<Times> times;
+    const auto body = [&](const Group& group) {
+      return live(group, seed + static_cast<uint64_t>(death) * 1000, *times);
+    };
+    const auto statuses = run_forked(kDeathRanks, body, {.notice = 2 * kBound});
+    num_hung += std::ranges::count(statuses, kHung) > 0 ? 1 : 0;
+    const auto num_good = std::ranges::count(statuses, 0);
+    if (num_good != kDeathRanks - 1) {
+      num_wrong += std::ranges::count(statuses, kHung) > 0 ? 0 : 1;
+      continue;
+    }
+    int64_t latest = 0;
+    for (const auto& end : times->end) {
+      latest = std::max(latest, end.load());
+    }
+    ms.push_back(static_cast<double>(latest - times->death) / 1e6);
+  }
+  return {
+      {"op", "death"},
+      {"executor", "cpu"},
+      {"transport", "shm"},
+      {"ranks", kDeathRanks},
+      {"deaths", num_deaths},
+      {"wrong", num_wrong},
+      {"hung", num_hung},
+      {"ms_p50", rounded(program::percentile(ms, 50), 1)},
+      {"ms_p99", rounded(program::percentile(ms, 99), 1)},
+  };
+}
+
+// --- what it costs while nobody dies ---
+
+struct CostCase {
+  char name;
+  int64_t tokens;  // of each rank
+  int iterations;
+};
+
+constexpr int64_t kHidden = 7168;
+constexpr int kExperts = 256;
+constexpr int kTopk = 8;
+constexpr int kCostRanks = 2;
+
+// One exchange with its data, of one rank.
+class Contender {
+ public:
+  Contender(const Group& group, const CostCase& shape, int64_t hidden, PeerLoss on_peer_loss)
+      : input_(program::make_input(workload(shape, hidden), group.rank())),
+        exchange_(group, config(shape, hidden, on_peer_loss)) {
+    const Plan plan = exchange_.plan(input_.routing());
+    rows_ = exchange_.allocate(plan.num_rows(), hidden, DType::kBFloat16);
+    x_ = program::Matrix(DType::kBFloat16, plan.num_tokens(), hidden);
+  }
+
+  // Microseconds of plan, dispatch and combine.
+  double run() {
+    const program::Stopwatch watch;
+    const Plan plan = exchange_.plan(input_.routing());
+    exchange_.dispatch(plan, {.x = input_.x.view()}, {.rows = rows_.tensor()});
+    exchange_.combine(plan, {.rows = rows_.tensor()}, {.x = x_.view()});
+    return watch.microseconds();
+  }
+
+ private:
+  static program::Workload workload(const CostCase& shape, int64_t hidden) {
+    program::Workload workload;
+    workload.num_tokens.assign(kCostRanks, shape.tokens);
+    workload.hidden = hidden;
+    workload.routing.num_experts = kExperts;
+    workload.routing.topk = kTopk;
+    return workload;
+  }
+  static ExchangeConfig config(const CostCase& shape, int64_t hidden, PeerLoss on_peer_loss) {
+    ExchangeConfig config;
+    config.hidden = hidden;
+    config.max_tokens = shape.tokens;
+    config.num_experts = kExperts;
+    config.max_topk = kTopk;
+    config.transport = "loopback";
+    config.num_threads = 1;
+    config.on_peer_loss = on_peer_loss;
+    return config;
+  }
+
+  program::RankInput input_;
+  Exchange exchange_;
+  Buffer rows_;
+  program::Matrix x_;
+};
+
+// Both in turns, which of them is first too. The difference is the median over the pairs.
+Json measure_cost(const CostCase& shape, int64_t hidden) {
+  std::vector<double> fail;
+  std::vector<double> shrink;
+  run_threads(kCostRanks, [&](const Group& group) {
+    program::Progress progress(fmt::format("cost in case {}", shape.name), group.rank() == 0);
+    Contender without(group, shape, hidden, PeerLoss::kFail);
+    Contender with(group, shape, hidden, PeerLoss::kShrink);
+    std::array<std::vector<double>, 2> mine;
+    for (int i = -1; i < shape.iterations; ++i) {
+      progress.update(static_cast<double>(i + 1) / shape.iterations);
+      for (int turn = 0; turn < 2; ++turn) {
+        const auto which = static_cast<size_t>((i + 1 + turn) % 2);
+        group.barrier();
+        const double us = which == 0 ? without.run() : with.run();
+        if (i >= 0) {  // the first pair warms up
+          mine[which].push_back(us);
+        }
+      }
+    }
+    const auto of_fail = program::slowest_of(group, mine[0]);
+    const auto of_shrink = program::slowest_of(group, mine[1]);
+    if (group.rank() == 0) {
+      fail = of_fail;
+      shrink = of_shrink;
+    }
+  });
+  std::vector<double> more;
+  std::ranges::transform(shrink, fail, std::back_inserter(more), std::minus());
+  const double us_fail = program::percentile(fail, 50);
+  const double us_more = program::percentile(more, 50);
+  return {
+      {"op", "shrink_cost"},
+      {"executor", "cpu"},
+      {"transport", "loopback"},
+      {"case", std::string(1, shape.name)},
+      {"ranks", kCostRanks},
+      {"tokens", shape.tokens},
+      {"hidden", hidden},
+      {"experts", kExperts},
+      {"topk", kTopk},
+      {"dtype", "bfloat16"},
+      {"samples", shape.iterations},
+      {"us_p50", rounded(program::percentile(shrink, 50), 1)},
+      {"us_p50_fail", rounded(us_fail, 1)},
+      {"more_us", rounded(us_more, 1)},
+      {"more_percent", rounded(100 * us_more / us_fail, 2)},
+  };
+}
+
+void print(const Json& rows) {
+  for (const Json& row : rows) {
+    std::string line;
+    for (const auto& [key, value] : row.items()) {
+      line += fmt::format("{}{} {}", line.empty() ? "" : ", ", key, value.dump());
+    }
+    fmt::print("{}\n", line);
+  }
+}
+
+int run(int argc, char** argv) {
+  CLI::App app("How soon do survivors go on, and what does it cost to be ready for that?");
+  std::string json_path;
+  int num_deaths = 200;
+  int num_samples = 50;
+  uint64_t seed = 1;
+  bool is_smoke = false;
+  app.add_option("--deaths", num_deaths, "How many deaths")->capture_default_str();
+  app.add_option("--samples", num_samples, "Of the cost in case A; case D has 20 times as many")
+      ->capture_default_str();
+  app.add_option("--seed", seed, "Of the deaths")->capture_default_str();
+  app.add_option("--json", json_path, "Write the results to this file");
+  app.add_flag("--smoke", is_smoke, "Small, as a test");
+  CLI11_PARSE(app, argc, argv);
+  if (is_smoke) {
+    num_deaths = std::min(num_deaths, 2);
+    num_samples = std::min(num_samples, 2);
+  }
+  ::setenv("WEFT_LOG", "error", 0);  // each loss is a warning
+  const int64_t hidden = is_smoke ? 256 : kHidden;
+  Json rows = Json::array();
+  rows.push_back(measure_deaths(num_deaths, seed));  // first: it forks
+  rows.push_back(measure_cost({.name = 'A', .tokens = 512, .iterations = num_samples}, hidden));
+  rows.push_back(measure_cost({.name = 'D', .tokens = 128, .iterations = 20 * num_samples}, hidden)
+  );
+  print(rows);
+  if (!json_path.empty()) {
+    program::save_results(json_path, rows, {});
+  }
+  return rows[0]["wrong"] == 0 && rows[0]["hung"] == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace weft::bench
+
+int main(int argc, char** argv) {
+  weft::program::open_standard_streams();
+  return weft::bench::run(argc, argv);
+}
