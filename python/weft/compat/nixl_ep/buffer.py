@@ -90,7 +90,7 @@ class Buffer(DeepEPBuffer):
     """
 
     _HANDLE = NixlHandle
-    _LOSES_RANKS = False
+    enable_shrink = False  # its masks are its own
 
     def __init__(
         self,
