@@ -5,8 +5,7 @@
 //
 // The loss of a step depends on the seed, the global batch and the number of micro-batches it is
 // cut into, not on their overlap, nor on the number of ranks: in fp32 with at most two experts to a
-// token, or with products of blocks, the bits are the same for one to eight ranks, otherwise they
-// are equal to rounding. Two runs on equal ranks always have the same bits. Replicas of popular
+// token the bits are the same for one to eight ranks, otherwise they are equal to rounding. Two runs on equal ranks always have the same bits. Replicas of popular
 // experts (layers/replicas.hpp) change none.
 #pragma once
 
