@@ -155,7 +155,14 @@ Trainer::Trainer(const Group& group, const TrainConfig& config, std::span<const 
       expert_grads_(layout_.num_expert),
       own_moments_(replicated_.own().value.size()),
       expert_moments_(layout_.num_expert),
-      context_{exchange_, config_.model, config.dtype, config.global_batch, config.overlap.is_on},
+      context_{
+          exchange_,
+          config_.model,
+          config.dtype,
+          config.global_batch,
+          config.overlap.is_on,
+          config.replicas,
+          config.has_blocks ? &carrier_ : nullptr},
       batches_(micro_batches_.size()) {
   initialise(layout_.replicated(), config_.seed, replicated_.all().value);
   initialise(layout_.experts(), config_.seed, expert_values_);
