@@ -150,19 +150,11 @@ Trainer::Trainer(const Group& group, const TrainConfig& config, std::span<const 
           [&](const ExchangeConfig& wanted) { return Exchange(group_, wanted); }
       )),
       replicated_(group_, layout_.num_replicated + kNumScalars, config_),
-      carrier_(group_, config_),
       expert_values_(layout_.num_expert),
       expert_grads_(layout_.num_expert),
       own_moments_(replicated_.own().value.size()),
       expert_moments_(layout_.num_expert),
-      context_{
-          exchange_,
-          config_.model,
-          config.dtype,
-          config.global_batch,
-          config.overlap.is_on,
-          config.replicas,
-          config.has_blocks ? &carrier_ : nullptr},
+      context_{exchange_, config_.model, config.dtype, config.global_batch, config.overlap.is_on},
       batches_(micro_batches_.size()) {
   initialise(layout_.replicated(), config_.seed, replicated_.all().value);
   initialise(layout_.experts(), config_.seed, expert_values_);
@@ -281,7 +273,7 @@ StepReport Trainer::make_report() {
   for (int block = 0; block < config_.model.num_blocks; ++block) {
     std::vector<int64_t> routes(static_cast<size_t>(config_.model.num_experts));
     for (size_t i = 0; i < batches_.size(); ++i) {
-      const auto more = model_->plan(i, block).routes_per_expert();
+      const auto more = model_->plan(i, block).global_routes_per_expert();
       std::ranges::transform(routes, more, routes.begin(), std::plus<>());
     }
     report.routes.insert(report.routes.end(), routes.begin(), routes.end());
