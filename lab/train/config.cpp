@@ -19,7 +19,6 @@ namespace {
 constexpr int64_t kMostSize = 1 << 16;
 constexpr int64_t kMostBlocks = 1 << 10;
 constexpr int64_t kMostBatch = 1 << 30;
-constexpr int64_t kMostReplicas = 16;  // of a plan
 
 template <class... Args>
 void require(bool is_good, fmt::format_string<Args...> text, Args&&... args) {
@@ -66,22 +65,6 @@ void check_micro_batches(const TrainConfig& config) {
   );
 }
 
-void check_replicas(const TrainConfig& config) {
-  check_range("replicas", config.replicas, 0, kMostReplicas);
-  require(
-      config.has_blocks || config.replicas == 0,
-      "replicas = {} without products of blocks (whose bits they do not change)",
-      config.replicas
-  );
-  const bool is_on_cpu = config.device.kind == Device::Kind::kCpu;
-  require(
-      is_on_cpu || config.replicas == 0,
-      "replicas = {} on a GPU (0: exchanges on GPUs refuse them today)",
-      config.replicas
-  );
-  require(is_on_cpu || !config.has_blocks, "products of blocks on a GPU (on CPUs only)");
-}
-
 }  // namespace
 
 float learning_rate_at(const TrainConfig& config, int64_t step) {
@@ -103,8 +86,6 @@ uint64_t signature(const TrainConfig& config) {
   add("global_batch", config.global_batch);
   add("num_micro_batches", config.num_micro_batches);
   add("overlap", config.overlap.is_on);  // the order in which ranks call each other
-  add("blocks", config.has_blocks);
-  add("replicas", config.replicas);
   add("seed", config.seed);
   add("dtype", config.dtype);
   add("device", config.device.kind);
@@ -132,7 +113,6 @@ void validate(const TrainConfig& config, int num_ranks) {
       config.model.balance_weight
   );
   check_micro_batches(config);
-  check_replicas(config);
   check_range("warmup_steps", config.warmup_steps, 0, INT64_MAX);
   require(
       config.dtype == DType::kFloat32 || config.dtype == DType::kBFloat16,

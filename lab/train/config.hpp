@@ -50,10 +50,6 @@ struct TrainConfig {
   int64_t global_batch = 1024;  // tokens of all ranks in one step; any number of ranks shares them
   int num_micro_batches = 1;    // parts of it, whose gradients are summed in their order
   OverlapConfig overlap = {};
-  // On CPUs: the same bits with any number of replicas. Products of experts are of 128 rows, and a
-  // token's rows are added in the order of its choices.
-  bool has_blocks = false;
-  int replicas = 0;  // of popular experts, places on each rank; needs has_blocks
   uint64_t seed = 1;
   DType dtype = DType::kFloat32;  // of the rows that travel: kFloat32, or kBFloat16 as on any GPU
   Device device = {};             // where tokens meet the model; the same kind on every rank

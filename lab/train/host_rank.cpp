@@ -26,13 +26,9 @@ ConstTensor as_tensor(
 }  // namespace
 
 CountedPlan HostRank::plan(int64_t num_tokens, const int32_t* topk_idx) {
-  PlanOptions options = {.layout = Layout::kExpertMajor};
-  if (has_blocks()) {
-    options.order = SumOrder::kTopk;
-    options.balance = {.replicas = context_->num_replicas, .block_rows = kBlockRows};
-  }
-  Plan plan =
-      context_->exchange.plan({.topk_idx = matrix(topk_idx, num_tokens, config().topk)}, options);
+  Plan plan = context_->exchange.plan(
+      {.topk_idx = matrix(topk_idx, num_tokens, config().topk)}, {.layout = Layout::kExpertMajor}
+  );
   const int64_t wire_rows = plan.wire_bytes(1);
   const int64_t logical_rows = plan.logical_bytes(1);
   return {std::move(plan), num_tokens, wire_rows, logical_rows};
@@ -82,24 +78,6 @@ void HostRank::combine(
     std::ranges::transform(arrived_, x, bf16_to_float);
   }
   context_->combine.count(counted, out.x.row_bytes());
-}
-
-void HostRank::bring_replicas(
-    const Plan& plan, Experts<Math>& experts, std::vector<float>& replicas
-) {
-  const auto& own = experts.weights();
-  context_->carrier->push(plan, {own.in, own.out}, replicas);
-  experts.set_replicas({replicas.data(), plan.num_replicas()});
-}
-
-void HostRank::add_weight_gradients(
-    const Plan& plan, Experts<Math>& experts, const Experts<Math>::Rows& rows, const float* grad_y
-) {
-  const auto& own = experts.weights();
-  const auto add = [&](size_t place, float* grad_in, float* grad_out) {
-    experts.add_weight_gradients(rows, grad_y, place, grad_in, grad_out);
-  };
-  context_->carrier->reduce(plan, add, own.grad_in, own.grad_out);
 }
 
 void HostRank::add(const float* from, float* to, int64_t size) {

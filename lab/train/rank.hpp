@@ -16,9 +16,7 @@
 #include "core/clock.hpp"
 #include "train/batch.hpp"
 #include "train/config.hpp"
-#include "train/layers/experts.hpp"
 #include "train/layers/math.hpp"
-#include "train/layers/replicas.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
 #include "weft/overlap.hpp"
@@ -107,8 +105,6 @@ struct MoeContext {
   DType dtype = DType::kFloat32;  // of the rows that travel
   int64_t global_tokens = 0;      // of all ranks in a step
   bool has_two_lanes = false;     // exchanges run at the same time as computation
-  int num_replicas = 0;
-  ReplicaCarrier* carrier = nullptr;  // null: experts do not multiply blocks of rows
   PhaseTimer timer = {};
   PhaseTimer exchange_timer = {};  // of the second lane
   Traffic dispatch = {};           // written by the lane that calls the exchange
@@ -181,12 +177,6 @@ class HostRank {
       float* x,
       const std::optional<TravellingWeights>& weights = {}
   );
-  // With a carrier: `replicas` and their memory, for the plan's next forward and its backward; and
-  // what follows a backward.
-  void bring_replicas(const Plan& plan, Experts<Math>& experts, std::vector<float>& replicas);
-  void add_weight_gradients(
-      const Plan& plan, Experts<Math>& experts, const Experts<Math>::Rows& rows, const float* grad_y
-  );
   // Also on its lane: to += from; to = from, rounded to what products take.
   void add(const float* from, float* to, int64_t size);
   void round(const float* from, float* to, int64_t size) { std::copy_n(from, size, to); }
@@ -194,8 +184,6 @@ class HostRank {
   // Rows that a dispatch brought: themselves, or converted into `scratch`.
   [[nodiscard]] const float* values(const Buffer& rows, std::vector<float>& scratch) const;
 
-  // Whether experts multiply blocks of rows.
-  [[nodiscard]] bool has_blocks() const { return context_->carrier != nullptr; }
   [[nodiscard]] HostMath& math() { return math_; }
   [[nodiscard]] Scratch<HostMath>& scratch() { return scratch_; }
   [[nodiscard]] MoeContext& context() { return *context_; }

@@ -150,7 +150,6 @@ Trainer::Trainer(const Group& group, const TrainConfig& config, std::span<const 
           [&](const ExchangeConfig& wanted) { return Exchange(group_, wanted); }
       )),
       replicated_(group_, layout_.num_replicated + kNumScalars, config_),
-      carrier_(group_, config_),
       expert_values_(layout_.num_expert),
       expert_grads_(layout_.num_expert),
       own_moments_(replicated_.own().value.size()),
@@ -274,7 +273,7 @@ StepReport Trainer::make_report() {
   for (int block = 0; block < config_.model.num_blocks; ++block) {
     std::vector<int64_t> routes(static_cast<size_t>(config_.model.num_experts));
     for (size_t i = 0; i < batches_.size(); ++i) {
-      const auto more = model_->plan(i, block).routes_per_expert();
+      const auto more = model_->plan(i, block).global_routes_per_expert();
       std::ranges::transform(routes, more, routes.begin(), std::plus<>());
     }
     report.routes.insert(report.routes.end(), routes.begin(), routes.end());

@@ -5,9 +5,8 @@
 //
 // The loss of a step depends on the seed, the global batch and the number of micro-batches it is
 // cut into, not on their overlap, nor on the number of ranks: in fp32 with at most two experts to a
-// token, or with products of blocks, the bits are the same for one to eight ranks, otherwise they
-// are equal to rounding. Two runs on equal ranks always have the same bits. Replicas of popular
-// experts (layers/replicas.hpp) change none.
+// token the bits are the same for one to eight ranks, otherwise they are equal to rounding. Two
+// runs on equal ranks always have the same bits.
 #pragma once
 
 #include <array>
@@ -24,7 +23,6 @@
 #include "train/config.hpp"
 #include "train/lanes/schedule.hpp"
 #include "train/layers/parameters.hpp"
-#include "train/layers/replicas.hpp"
 #include "train/replicated_vector.hpp"
 #include "train/step_model.hpp"
 #include "weft/exchange.hpp"
@@ -105,7 +103,6 @@ class Trainer {
   ModelLayout layout_;
   Exchange exchange_;
   ReplicatedVector replicated_;  // the parameters, then the scalars of a step
-  ReplicaCarrier carrier_;
   std::vector<float> expert_values_;
   std::vector<float> expert_grads_;
   AdamMoments own_moments_;

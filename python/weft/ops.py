@@ -244,10 +244,10 @@ def dispatch(
     return Traced(*_take_rows(x, weights, ticket, num_rows, weight_cols), counts, ticket)
 
 
-def placement(ticket: Tensor, exchange: str, replicas: int) -> Tensor:
-    """int32 [ranks, R] on the CPU: the expert of each replica of that dispatch, -1: none. exchange
-    and replicas, R above 0, as it was given."""
-    return _placement(ticket, _exchange(exchange).num_ranks, replicas)
+def placement(ticket: Tensor, num_ranks: int, replicas: int) -> Tensor:
+    """int32 [num_ranks, replicas] on the CPU: the expert of each replica of that dispatch, -1:
+    none. num_ranks: of its exchange; replicas: R of its balance, above 0."""
+    return _placement(ticket, num_ranks, replicas)
 
 
 def combine(rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:

@@ -41,16 +41,6 @@ def test_the_same_seed_gives_the_same_loss(tmp_path, book, how):
     assert runs[0] == runs[1]
 
 
-def test_replicas_change_no_loss(tmp_path, book):
-    args = ["--ranks", 4, "--steps", 3, "--batch", 1200, "--topk", 3]
-    without, _ = train(book, tmp_path / "run.json", *args, "--block-products")
-    balanced, _ = train(book, tmp_path / "balanced.json", *args, "--balance", 2)
-    assert balanced == without and len(set(balanced)) == 3
-    runs = [json.loads((tmp_path / name).read_text()) for name in ("run.json", "balanced.json")]
-    assert [run["config"]["replicas"] for run in runs] == [0, 2]
-    assert all(run["config"]["block_products"] for run in runs)
-
-
 def test_tables_say_where_time_and_bytes_went(tmp_path, book):
     _, text = train(book, tmp_path / "run.json", "--ranks", 4, "--steps", 3)
     for phase in ("dense", "route", "plan", "dispatch", "experts", "combine", "optimizer"):

@@ -136,7 +136,7 @@ def test_info_on_a_terminal_ends_as_in_a_pipe():
     [
         (["limits", "--device", "cpu", "--seconds", "nan"], "nan is not a number from 0.001 to 10"),
         (["bench", "--skew", "nan"], "nan is not a number from 0 to 8"),
-        (["train", __file__, "--balance-loss", "nan"], "balance_weight = nan (finite, at least 0)"),
+        (["train", __file__, "--balance", "nan"], "balance_weight = nan (finite, at least 0)"),
         (["train", __file__, "--batch", str(2**63 - 1)], "(at most 1073741824)"),
     ],
 )

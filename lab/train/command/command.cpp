@@ -301,7 +301,6 @@ Examples:
   weft-lab train book.txt --checkpoint run.ckpt --resume --steps 1000
   weft-lab train book.txt --device cpu                   on the cores, in fp32, although there are GPUs
   weft-lab train book.txt --overlap --trace step.json    exchanges under computation; what ran when
-  weft-lab train book.txt --balance 2                    replicas of popular experts, on CPUs
   weft-lab train book.txt --save-routing steps.wrt       for `weft plan` and `weft bench --routing`
   mpirun -n 4 weft-lab train book.txt                    ranks started by a launcher)";
 
@@ -326,10 +325,7 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
   add("--blocks", model.num_blocks, "Blocks");
   add("--experts", model.num_experts, "Experts of a block, divisible by ranks");
   add("--topk", model.topk, "Experts of a token");
-  add("--balance-loss", model.balance_weight, "Weight of the load-balancing loss");
-  add("--balance", config.replicas, "Replicas of popular experts on each rank, on CPUs");
-  app.add_flag("--block-products", config.has_blocks, "As --balance, whose losses these are")
-      ->group("Model");
+  add("--balance", model.balance_weight, "Weight of the load-balancing loss");
   add("--batch", config.global_batch, "Tokens of a step, of all ranks together");
   add("--learning-rate", config.learning_rate, "Learning rate");
   add("--warmup", config.warmup_steps, "Steps in which the learning rate rises");
@@ -464,7 +460,6 @@ void run_train(const CLI::App& command, TrainOptions& options) {
   if (options.config.overlap.is_on && command.count("--micro-batches") == 0) {
     options.config.num_micro_batches = kOverlappedMicroBatches;
   }
-  options.config.has_blocks = options.config.has_blocks || options.config.replicas > 0;
   choose_devices(command, options);
   if (!Group::is_launched()) {
     try {

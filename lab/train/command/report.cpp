@@ -183,8 +183,6 @@ Json config_json(const TrainFacts& facts) {
       {"micro_batches", config.num_micro_batches},
       {"overlap", config.overlap.is_on},
       {"delay_wgrad", config.overlap.delays_weight_gradients},
-      {"block_products", config.has_blocks},
-      {"replicas", config.replicas},
       {"copy_engines", facts.is_copied},
       {"seed", config.seed}};
   moe::visit_fields(config.model, [&](const char* name, auto value) { json[name] = value; });

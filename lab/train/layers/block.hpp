@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -154,8 +153,7 @@ class Block {
              weights.experts.at(layout.experts_in).grad,
              weights.experts.at(layout.experts_out).grad},
             rank.config().hidden,
-            rank.config().expert_hidden,
-            block_rows(rank)
+            rank.config().expert_hidden
         ),
         probs_(static_cast<size_t>(tokens.num * rank.config().num_experts)),
         topk_idx_(static_cast<size_t>(tokens.num * rank.config().topk)),
@@ -182,11 +180,6 @@ class Block {
     rows_ = {};
     const TravellingWeights weights = {weights_.data(), row_weights_.data()};
     rows_ = rank_->dispatch(*plan_, !tokens_->is_first, norm_.normed(), weights);
-    if constexpr (kOnHost) {
-      if (rank_->has_blocks()) {
-        rank_->bring_replicas(plan(), experts_, replicas_);
-      }
-    }
   }
 
   void mlp() {
@@ -227,9 +220,6 @@ class Block {
   // Any time between its neighbours. Gives back the rows that the block was sent; on a GPU the
   // streams may still use them: there they go when the next ones come, or by release().
   void mlp_weight_gradient() {
-    if (block_rows(*rank_) > 0) {
-      return;  // it is part of moe_dispatch_backward
-    }
     rank_->start(Lane::kCompute, Phase::kExperts);
     experts_.add_weight_gradients(expert_rows_, tokens_->grad_values);
     if constexpr (Rank::kReleasesRows) {
@@ -250,13 +240,6 @@ class Block {
         tokens_->tokens.data(),
         TravellingWeights{tokens_->row_grads.data(), tokens_->grad_weights.data()}
     );
-    if constexpr (kOnHost) {
-      if (rank_->has_blocks()) {  // ranks hand sums on to each other
-        rank_->start(Lane::kExchange, Phase::kExperts);
-        rank_->add_weight_gradients(plan(), experts_, expert_rows_, tokens_->grad_values);
-        release();
-      }
-    }
   }
 
   void pre_dispatch_backward() {
@@ -295,16 +278,7 @@ class Block {
 
  private:
   using Lane = overlap::Lane;
-  static constexpr bool kOnHost = std::is_same_v<Rank, HostRank>;
 
-  // Of the experts' products, 0: any number.
-  [[nodiscard]] static int64_t block_rows(const Rank& rank) {
-    if constexpr (kOnHost) {
-      return rank.has_blocks() ? kBlockRows : 0;
-    } else {
-      return 0;
-    }
-  }
   [[nodiscard]] RouterShape routes() {
     const ModelConfig& config = rank_->config();
     return {
@@ -321,7 +295,8 @@ class Block {
   void balance() {
     const ModelConfig& config = rank_->config();
     rank_->math().column_sums(probs_.data(), tokens_->num, config.num_experts, prob_sums_.data());
-    balance_grads_ = balance_gradients(plan().routes_per_expert(), rank_->context().global_tokens);
+    balance_grads_ =
+        balance_gradients(plan().global_routes_per_expert(), rank_->context().global_tokens);
     host_grad_probs_.clear();
     for (const double grad : balance_grads_) {
       host_grad_probs_.push_back(static_cast<float>(grad) * config.balance_weight);
@@ -342,7 +317,6 @@ class Block {
   std::optional<CountedPlan> plan_;
   Buffer rows_;                                              // [num_rows, hidden] as they arrived
   Array<float> row_weights_;                                 // [num_rows]
-  std::vector<float> replicas_;                              // weights of experts of other ranks
   typename Experts<typename Rank::Math>::Rows expert_rows_;  // both, as experts take them
   Array<Value> row_scratch_;
   Array<float> grad_probs_;                    // [num_experts] of the balancing loss, weighted

@@ -133,9 +133,6 @@ TEST(TrainerTest, RefusesWrongConfigurations) {
       {"train: num_experts = 1000000 (at most 65536)",
        [](auto& c) { c.model.num_experts = 1000000; }},
       {"train: num_blocks = 2000 (at most 1024)", [](auto& c) { c.model.num_blocks = 2000; }},
-      {"train: replicas = 17 (at most 16)", [](auto& c) { c.replicas = 17; }},
-      {"train: replicas = 2 without products of blocks (whose bits they do not change)",
-       [](auto& c) { c.replicas = 2; }},
       {"train: learning_rate = 0 (above 0)", [](auto& c) { c.learning_rate = 0; }},
   };
   for (const BadConfig& bad : cases) {

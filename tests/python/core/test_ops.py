@@ -69,7 +69,7 @@ def balanced(rank, num_ranks, group, balance, layout):
         rows, row_weights, counts, ticket = ops.dispatch(
             x, idx, weights, key, layout=layout, expert_stride=stride, order="topk", balance=balance
         )
-        others = ops.placement(ticket, key, 2)[rank].clamp(min=0)
+        others = ops.placement(ticket, num_ranks, 2)[rank].clamp(min=0)
         of_places = torch.cat([scales[rank * LOCAL : (rank + 1) * LOCAL], scales[others]])
         if stride:
             of_rows = of_places.repeat_interleave(stride)
