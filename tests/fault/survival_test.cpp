@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <csignal>
+#include <filesystem>
 #include <iostream>
 #include <numeric>
 #include <optional>
@@ -96,6 +97,39 @@ TEST_F(SurvivalTest, TheRestGoesOnWhenARankIsKilledAtAnyStep) {
     });
     EXPECT_EQ(statuses, (std::vector<int>{0, 0, 128 + SIGKILL, 0})) << "step " << i;
   }
+}
+
+// The kernel takes a dying process's memory away before anybody can see its end, and on a busy host
+// long before.
+TEST_F(SurvivalTest, TheRestGoesOnWhenMemoryIsGoneLongBeforeItsProcess) {
+  const ExchangeSetup setup = setup_of(3, "shm");
+  const SurvivorRounds rounds(setup, {});
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    Exchange exchange = shrinking(group, setup);
+    group.barrier();
+    const auto lose_memory = [&](int call) {
+      if (group.rank() != 1 || call != 1) {
+        return;
+      }
+      std::vector<int> files;
+      for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+        std::error_code none;
+        const auto to = std::filesystem::read_symlink(entry.path(), none).string();
+        if (to.starts_with("/memfd:weft")) {
+          files.push_back(std::stoi(entry.path().filename().string()));
+        }
+      }
+      std::ranges::for_each(files, [](int file) { ::close(file); });
+      std::thread([] {
+        std::this_thread::sleep_for(std::chrono::seconds(2));
+        std::raise(SIGKILL);
+      }).detach();
+    };
+    std::string problem = rounds.run(exchange, 1, lose_memory);
+    problem += rounds.run(exchange, 2);
+    return verdict(text(exchange.report().alive) == "0,2" ? problem : problem + "; not lost");
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
 }
 
 TEST_F(SurvivalTest, TheRestGoesOnWhenAThreadLeaves) {

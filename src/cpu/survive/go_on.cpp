@@ -15,7 +15,7 @@ void CpuExchange::settle(Op op, const Error& error) {
       error.code() == ErrorCode::kTransport || error.code() == ErrorCode::kNotAvailable;
   bool is_loss = false;
   try {
-    is_loss = survival_ && may_be_loss && survival_->settle(op_name(op));
+    is_loss = survival_ && may_be_loss && survival_->settle(op_name(op), error.code());
   } catch (const Error&) {  // this rank is the one that was lost
     broken_ = std::current_exception();
     throw;
@@ -96,7 +96,8 @@ void CpuExchange::reconnect_at_last(uint64_t num_calls) {
       reconnect(num_calls);
       return;
     } catch (const Error& error) {
-      if (error.code() == ErrorCode::kInvalidArgument || !survival_->settle("readmit")) {
+      if (error.code() == ErrorCode::kInvalidArgument ||
+          !survival_->settle("readmit", error.code())) {
         broken_ = std::current_exception();
         leave();
         throw;

@@ -19,8 +19,9 @@ namespace {
 constexpr int kPolls = 256;  // before the thread sleeps
 // How often a waiting rank looks at the others.
 constexpr auto kLookEvery = std::chrono::milliseconds(25);
-// A failed transport may be seen this long before the death that is its cause.
-constexpr auto kPatience = std::chrono::seconds(1);
+// A loss may be seen this long after what it has caused: for the memory of a process that dies,
+// which is out of reach before its end can be seen, as long as a busy host needs to end it.
+constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(1);
 
 std::unique_ptr<MemorySource> shared_by(const Group& group, const Context& context) {
   WEFT_CHECK(
@@ -210,11 +211,12 @@ bool Survival::finish_call(std::string_view op) {
   }
 }
 
-bool Survival::settle(std::string_view op) {
+bool Survival::settle(std::string_view op, ErrorCode cause) {
   if (roll_.has_arrived(context_.rank, members_, call_)) {
     return false;  // the others may have returned: it is not made again
   }
-  const Deadline deadline(kPatience);
+  const bool may_be_dying = cause == ErrorCode::kNotAvailable || cause == ErrorCode::kTransport;
+  const Deadline deadline(may_be_dying ? std::max(timeout_, kPatience) : kPatience);
   while (!adopt(op)) {
     if (deadline.has_passed()) {
       return false;

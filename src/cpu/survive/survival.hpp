@@ -57,7 +57,7 @@ class Survival {
   [[nodiscard]] bool finish_call(std::string_view op);
   // After a call failed: whether that was because ranks are lost, and others are members now. Waits
   // a moment for the loss to be seen. Throws PeerError if it was this rank that was lost.
-  [[nodiscard]] bool settle(std::string_view op);
+  [[nodiscard]] bool settle(std::string_view op, ErrorCode cause);
   // Leaves these out at the next call. Throws Error (kUnsupported) for a thread of this process,
   // whose stores nothing keeps away, unless it has left.
   void give_up(std::span<const int> ranks);
