@@ -12,6 +12,7 @@
 #include <iostream>
 #include <numeric>
 #include <optional>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
@@ -352,6 +353,7 @@ TEST_F(SurvivalTest, ANewProcessTakesThePlaceOfALostRank) {
     const auto at = static_cast<size_t>(life);
     const pid_t spare = ::fork();
     if (spare == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       while (!board->is_there[at].load()) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
@@ -437,6 +439,7 @@ TEST_F(SurvivalTest, WhoHasLostItsPlaceToANewProcessChangesNothing) {
     };
     const pid_t spare = ::fork();
     if (spare == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       static_cast<void>(await(board->is_there));
       const Group group = Group::rejoin(1, board->invitation.data());
       Exchange exchange = shrinking(group, setup);
