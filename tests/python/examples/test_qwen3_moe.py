@@ -287,7 +287,8 @@ def test_replicas_change_no_loss(tmp_path):
     result = json.loads(found.read_text())
     rows = {row["mode"]: row for row in result["rows"]}
     assert list(rows) == modes and result["losses_equal"] and result["replicas"] == 2
-    assert len(set(rows["weft"]["losses"])) == 3
+    losses = rows["weft"]["losses"]
+    assert len(set(losses)) == len(losses) > 1
     assert rows["weft-balance"]["losses"] == rows["weft"]["losses"]
     assert rows["weft-balance"]["busiest_of_mean"] < rows["weft"]["busiest_of_mean"]
 

@@ -70,6 +70,7 @@ class Buffer(LowLatencyMode):
     sums_topk_weights = False  # whether combine adds up what all ranks have in a slot; see there
     _DISPATCH, _COMBINE = configs.DISPATCH, configs.COMBINE  # by the number of ranks
     _IS_LOCAL_RDMA = False  # whether there is only an RDMA buffer to look into
+    _LOSES_RANKS = True  # with enable_shrink
 
     def __init__(
         self,
@@ -120,7 +121,8 @@ class Buffer(LowLatencyMode):
         self.enable_shrink = enable_shrink
         self.nvshmem_qp_depth: int = environment.number("NVSHMEM_QP_DEPTH", default=_QP_DEPTH)
         self._mask = RankMask(self.group_size)
-        on_loss = self._mask.lose if enable_shrink else None
+        goes_on = enable_shrink and self._LOSES_RANKS
+        on_loss = self._mask.lose if goes_on else None
         self.runtime: Runtime | None = Runtime(ranks, self._timeout(), on_loss)
         self._hooks = LastHooks()
 
