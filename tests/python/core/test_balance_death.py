@@ -48,8 +48,8 @@ def dies_at(step):
         copies.carry = die
     elif step == "planned":  # the others wait for its rows
 
-        def plan_and_die(exchange, routes, _, **options):
-            exchange.plan(routes, **options)
+        def plan_and_die(exchange, routes, _, *, layout, row_budget, **__):
+            exchange.plan(routes, layout=layout, row_budget=row_budget)
             die()
 
         weft.Exchange.plan_and_dispatch = plan_and_die
