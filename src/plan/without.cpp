@@ -54,8 +54,8 @@ PlanData without(const IsLost& is_lost, const PlanData& plan) {
     for (const int32_t row : plan.received[rank].slot) {
       rest.padding.emplace_back(row, row + 1);
       if (!plan.row_experts.empty()) {
-        const auto topk = static_cast<size_t>(plan.shape.topk);
-        std::fill_n(rest.row_experts.begin() + static_cast<ptrdiff_t>(row * topk), topk, -1);
+        const auto topk = static_cast<ptrdiff_t>(plan.shape.topk);
+        std::fill_n(rest.row_experts.begin() + row * topk, topk, -1);
       }
     }
   }
