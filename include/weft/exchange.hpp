@@ -62,7 +62,9 @@ enum class PeerLoss : uint8_t {
   // bits of an exchange that had only these. A token's routes to experts of lost ranks give
   // nothing, and lost ranks have no tokens. A dispatch or combine by an older plan keeps its slots;
   // dispatch fills the rows of lost ranks with zeros. A rank that was given up and comes back gets
-  // a PeerError. Threads of one process are lost only by leaving.
+  // a PeerError. Threads of one process are lost only by leaving. A process is late when nothing
+  // was heard of it for the timeout; a wait for ranks that are all heard of ends after twice that,
+  // and the exchange with it, as with kFail.
   kShrink,
 };
 

@@ -198,15 +198,21 @@ bool Survival::finish_call(std::string_view op) {
     if (propose_without_gone()) {
       continue;
     }
-    WEFT_CHECK(
-        context_,
-        !is_late,
-        ErrorCode::kTimeout,
-        "{}: not all ranks had what they need within {} (call {})",
-        op,
-        seconds_text(timeout_),
-        call_
-    );
+    if (is_late) {
+      std::vector<int> late;
+      std::ranges::copy_if(members_.ranks, std::back_inserter(late), [this](int rank) {
+        return !roll_.has_arrived(rank, members_, call_);
+      });
+      WEFT_RAISE(
+          context_,
+          ErrorCode::kTimeout,
+          "{}: no word that all is there for {} from {} (call {})",
+          op,
+          seconds_text(timeout_),
+          late.empty() ? "nobody" : rank_list(late),
+          call_
+      );
+    }
     roll_.sleep(doorbell, kLookEvery);
   }
 }
