@@ -20,6 +20,7 @@
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
 #include "survivors/shared.hpp"
+#include "survivors/storm.hpp"
 #include "survivors/survivors.hpp"
 
 namespace weft::test {
@@ -519,41 +520,16 @@ TEST_F(SurvivalTest, SaysWhyARankCannotComeBack) {
 
 // Deaths at any moment, several in a run and during recovery too, until one rank is left.
 TEST_F(SurvivalTest, AStormOfDeaths) {
-  constexpr int kNumRuns = 25;
-  constexpr int kNumRanks = 5;
-  const ExchangeSetup setup = setup_of(kNumRanks, "shm");
-  const std::vector<Case> specs = cases();
-  int num_deaths = 0;
-  for (uint64_t run = 0; run < kNumRuns; ++run) {
-    const SurvivorRounds rounds(setup, specs[run % specs.size()]);
-    const int last = static_cast<int>(run % kNumRanks);  // is not killed
-    const auto statuses = run_forked(kNumRanks, [&](const Group& group) {
-      Exchange exchange = shrinking(group, setup);
-      group.barrier();
-      if (group.rank() != last) {
-        RandomSource random(run * kNumRanks + static_cast<uint64_t>(group.rank()));
-        const std::chrono::microseconds delay(random.between(0, 60'000));
-        std::thread([delay] {
-          std::this_thread::sleep_for(delay);
-          std::raise(SIGKILL);
-        }).detach();
-      }
-      std::string problem;
-      for (uint64_t round = 0; problem.empty(); ++round) {
-        problem = rounds.run(exchange, round);
-        if (exchange.report().alive.size() == 1) {
-          break;
-        }
-      }
-      return verdict(problem);
-    });
-    for (int rank = 0; rank < kNumRanks; ++rank) {
-      const int status = statuses[static_cast<size_t>(rank)];
-      EXPECT_EQ(status, rank == last ? 0 : 128 + SIGKILL) << "run " << run << ", rank " << rank;
-      num_deaths += status == 128 + SIGKILL ? 1 : 0;
-    }
+  StormCount count;
+  for (uint64_t seed = 1; count.lost() < 100; ++seed) {
+    const StormCount storm = run_storm(seed, {.stops = 0});
+    ASSERT_GT(storm.lost(), 0) << "seed " << seed;
+    ASSERT_EQ(storm.wrong + storm.hung, 0) << "seed " << seed;
+    count += storm;
   }
-  EXPECT_EQ(num_deaths, kNumRuns * (kNumRanks - 1));
+  EXPECT_GT(count.killed, 0);
+  EXPECT_GT(count.left, 0);
+  EXPECT_GT(count.masked, 0);
 }
 
 }  // namespace

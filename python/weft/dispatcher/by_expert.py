@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .config import option
+from .capacity import get_align_size_for_quantization
+from .config import Settings, option
 from .manager import _DispatchManager
 
 # The reference pads every rank's tokens to the largest number of any rank, so aligned, with either.
@@ -38,6 +39,20 @@ class ByExpertManager(_DispatchManager):
     over_budget: Tensor | None = None  # bool [1] where the tokens are, over all calls
     _grown_budget = 0
     _most = 0  # tokens, see `_most_tokens`
+
+    def _take(
+        self, group: Any, num_local_experts: int, router_topk: int, num_experts: int, config: Any
+    ) -> Settings:
+        """The arguments of Megatron-LM's backends. router_topk, num_experts count every TP rank."""
+        settings = Settings(config)
+        self.group = group
+        self.config = config
+        self.num_local_experts = num_local_experts
+        self.router_topk = router_topk
+        self.num_experts = num_experts
+        self.moe_expert_rank_capacity_factor = settings.moe_expert_rank_capacity_factor
+        self.align_size = get_align_size_for_quantization(config)
+        return settings
 
     def get_dispatched_metadata(self) -> tuple[Tensor | None, Tensor | None]:
         return None, self.dispatched_probs

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from . import manager
 from .by_expert import ByExpertManager
-from .capacity import get_align_size_for_quantization
-from .config import Settings
 from .manager import as_float32, chosen_experts
 
 _TOKEN_ALIGNMENT = 64  # of the number of tokens that budgets count with
@@ -41,20 +39,13 @@ class _NCCLEPManager(ByExpertManager):
         """
         if self._functions()[0] is None:
             raise ImportError("NCCL EP is not installed. (weft.fused_a2a has no nccl_ep_dispatch)")
-        c = Settings(config)
+        c = self._take(group, num_local_experts, router_topk, num_experts, config)
         if c.moe_expert_capacity_factor is not None or c.moe_pad_expert_input_to_capacity:
             raise ValueError("ncclep: a capacity factor and drop-and-pad are not supported")
         for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
             if getattr(c, name) != "bf16":
                 raise ValueError(f"{name}: Weft does not quantise rows (expected 'bf16')")
-        self.group = group
-        self.config = config
-        self.num_local_experts = num_local_experts
-        self.router_topk = router_topk
-        self.num_experts = num_experts
         self.num_sms = c.moe_flex_dispatcher_num_sms or 0
-        self.moe_expert_rank_capacity_factor = c.moe_expert_rank_capacity_factor
-        self.align_size = get_align_size_for_quantization(config)
         self.token_indices: Tensor | None = None
         # int64 [1] where the tokens are: the most rows that a call with a budget would have needed.
         self.required_recv: Tensor | None = None

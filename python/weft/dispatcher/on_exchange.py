@@ -18,8 +18,6 @@ from weft.outputs import Plan
 from weft.placement import Balancing
 
 from .by_expert import ByExpertManager
-from .capacity import get_align_size_for_quantization
-from .config import Settings
 from .manager import as_float32
 
 _Kinds = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of an expert's tensors: shape, dtype
@@ -69,16 +67,9 @@ class _ExchangeManager(ByExpertManager):
         config: Any,
     ) -> None:
         """router_topk and num_experts count every TP rank. Raises ValueError for drop-and-pad."""
-        c = Settings(config)
+        c = self._take(group, num_local_experts, router_topk, num_experts, config)
         if c.moe_pad_expert_input_to_capacity:
             raise ValueError("moe_balance_replicas, moe_combine_order: no drop-and-pad with them")
-        self.group = group
-        self.config = config
-        self.num_local_experts = num_local_experts
-        self.router_topk = router_topk
-        self.num_experts = num_experts
-        self.moe_expert_rank_capacity_factor = c.moe_expert_rank_capacity_factor
-        self.align_size = get_align_size_for_quantization(config)
         self.replicas: int = c.moe_balance_replicas
         balancing = Balancing(self.replicas, block_rows=c.moe_balance_block_rows)
         self._options = {
