@@ -129,9 +129,14 @@ void CpuExchange::connect(const Group& group, uint64_t num_calls) {
         const auto ref = block_value<RegionRef>(refs[rank], rank, context_);
         transport_->import(static_cast<int>(rank), ref);
         control_slots_[rank] = ref.slot;
+        continue;
+      }
+      for (const int parity : {0, 1}) {  // nobody posts these words: they count nothing
+        std::memset(
+            control_.data + control_map_.call_offset(parity, rank), 0, control_map_.call_stride()
+        );
       }
     }
-    std::memset(control_.data, 0, control_map_.record_offset(0));  // the words of lost ranks
     board_ = std::make_unique<CallBoard>(
         *transport_,
         *waiter_,
