@@ -26,20 +26,35 @@ namespace weft::test {
   return std::ldexp(static_cast<float>(hidden + mantissa), power);
 }
 
+[[nodiscard]] inline const std::array<double, 0x7f>& fp8_numbers(Quantise kind) {
+  const auto all_of = [](Quantise which) {
+    std::array<double, 0x7f> numbers = {};
+    for (int code = 0; code < num_finite_fp8(which); ++code) {
+      numbers[static_cast<size_t>(code)] = fp8_to_float(code, which);
+    }
+    return numbers;
+  };
+  static const auto e4m3 = all_of(Quantise::kE4M3);
+  static const auto e5m2 = all_of(Quantise::kE5M2);
+  return kind == Quantise::kE4M3 ? e4m3 : e5m2;
+}
+
 // The nearest finite number, the even code of two; what is beyond the last becomes the last. Not
 // for NaN.
 [[nodiscard]] inline uint8_t nearest_fp8(float value, Quantise kind) {
-  const double last = fp8_to_float(num_finite_fp8(kind) - 1, kind);
-  const double magnitude = std::min(std::fabs(static_cast<double>(value)), last);
-  int best = 0;
-  for (int code = 1; code < num_finite_fp8(kind); ++code) {
-    const double distance = std::fabs(fp8_to_float(code, kind) - magnitude);
-    const double least = std::fabs(fp8_to_float(best, kind) - magnitude);
+  const auto& numbers = fp8_numbers(kind);
+  const auto num_finite = static_cast<size_t>(num_finite_fp8(kind));
+  const double magnitude = std::min(std::fabs(static_cast<double>(value)), numbers[num_finite - 1]);
+  size_t best = 0;
+  double least = magnitude;
+  for (size_t code = 1; code < num_finite; ++code) {
+    const double distance = std::fabs(numbers[code] - magnitude);
     if (distance < least || (distance == least && code % 2 == 0)) {
       best = code;
+      least = distance;
     }
   }
-  return static_cast<uint8_t>((std::signbit(value) ? 0x80 : 0) | best);
+  return static_cast<uint8_t>((std::signbit(value) ? 0x80U : 0U) | best);
 }
 
 // The same of E2M1, whose sign is the bit above the three of its number.
