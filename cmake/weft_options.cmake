@@ -25,6 +25,18 @@ if(CCACHE_PROGRAM AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_DEPEND=1 ${CCACHE_PROGRAM})
 endif()
 
+# weft_precompile(TARGET HEADER ... | REUSE_FROM OTHER): a third of the time of a build. Stages of the tests share objects in the
+# compiler cache, where there is one, which precompiled headers would hinder; under a sanitizer they do not.
+function(weft_precompile target)
+  if(WEFT_SANITIZE OR NOT CCACHE_PROGRAM)
+    if(NOT ARGV1 STREQUAL "REUSE_FROM")
+      list(TRANSFORM ARGN REPLACE "(.+)" "$<$<COMPILE_LANGUAGE:CXX>:\\1>")
+      list(PREPEND ARGN PRIVATE)
+    endif()
+    target_precompile_headers(${target} ${ARGN})
+  endif()
+endfunction()
+
 # Flags of our own targets only. Contraction is off because sums must be the same bits on every machine.
 add_library(weft_flags INTERFACE)
 set(flags -Wall -Wextra -Wshadow -Wconversion)

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The program `weft-lab` trains a small model over Weft and simulates large groups.
+#include <CLI/CLI.hpp>
+
 #include "cli/program.hpp"
 #include "simulate/command/command.hpp"
 #include "train/command/command.hpp"

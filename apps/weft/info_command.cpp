@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `weft info`: what this build contains and what this machine can do. One JSON value holds it all;
 // the text is the same value laid out for people.
+#include <CLI/CLI.hpp>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>

@@ -83,6 +83,15 @@ CLI::Option* add_number(
   return add_value(command, name, value, text)->check(Within(least, most));
 }
 
+// An option of made-up routing, which a file of routing excludes.
+template <class T>
+CLI::Option* add_made_up(
+    CLI::App& command, CLI::Option* file, const char* name, T& value, const char* text
+) {
+  auto* option = command.add_option(name, value, text);
+  return option->group("Made-up routing")->capture_default_str()->excludes(file);
+}
+
 // What rows are, and what the number of an expert's rows is rounded up to.
 inline void add_row_options(CLI::App& command, int64_t& hidden, DType& dtype, int64_t& pad) {
   add_number(command, "--hidden", hidden, 1, kMostHidden, "Elements of a row");

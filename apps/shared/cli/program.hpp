@@ -7,10 +7,10 @@
 // weft::Error out); 2 bad usage (throw CLI::ValidationError).
 #pragma once
 
-#include <CLI/CLI.hpp>
-
 #include <initializer_list>
 #include <string>
+
+#include "cli/forward.hpp"
 
 namespace weft::program {
 

@@ -3,11 +3,10 @@
 // torchrun, mpirun or srun started.
 #pragma once
 
-#include <CLI/CLI.hpp>
-
 #include <functional>
 #include <string>
 
+#include "cli/forward.hpp"
 #include "weft/group.hpp"
 #include "weft/tensor.hpp"
 

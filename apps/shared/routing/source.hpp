@@ -2,14 +2,13 @@
 // Where commands take their routing from: a file of real routing, or a made-up one.
 #pragma once
 
-#include <CLI/CLI.hpp>
-
 #include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "cli/forward.hpp"
 #include "plan/build.hpp"
 #include "report/table.hpp"
 
@@ -43,15 +42,6 @@ void add_made_up_options(CLI::App& command, CLI::Option* file, MadeUpRouting& ma
 CLI::Option* add_routing_options(
     CLI::App& command, std::string& file, MadeUpRouting& made_up, RecordChoice& choice
 );
-// Another option of made-up routing.
-template <class T>
-CLI::Option* add_made_up(
-    CLI::App& command, CLI::Option* file, const char* name, T& value, const char* text
-) {
-  auto* option = command.add_option(name, value, text);
-  return option->group("Made-up routing")->capture_default_str()->excludes(file);
-}
-
 // Throws CLI::ValidationError for numbers that do not go together.
 void check_made_up(const MadeUpRouting& spec);
 // On all cores. `told` hears the share that is done, on the calling thread. Throws Error

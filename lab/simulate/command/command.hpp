@@ -3,13 +3,13 @@
 // machine.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include <span>
 #include <string>
 #include <vector>
 
+#include "cli/forward.hpp"
 #include "report/table.hpp"
 #include "simulate/simulate.hpp"
 #include "simulate/step.hpp"

@@ -4,7 +4,6 @@
 // are merged once there are many.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/forward.hpp"
 #include "measure/limits.hpp"
 #include "report/html.hpp"
 #include "train/config.hpp"
