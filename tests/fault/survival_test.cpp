@@ -101,6 +101,45 @@ TEST_F(SurvivalTest, TheRestGoesOnWhenARankIsKilledAtAnyStep) {
   }
 }
 
+// Four ranks of two experts. When ranks 2 and 0 are lost, experts 0 and 5 have no copy left.
+constexpr std::array<int32_t, 8> kPlacement = {4, 2, 4, 6, 0, 7, 1, -1};
+
+// Replicas take over what lost ranks had, and the planner's lie on ranks that are left.
+TEST_F(SurvivalTest, ReplicasTakeOverWhenRanksAreKilledAtAnyStep) {
+  const ExchangeSetup setup = setup_of(4, "shm");
+  for (size_t i = 0; i < 24; ++i) {
+    Case spec = cases()[i / 6];
+    const bool is_fixed = i % 2 == 0;
+    const auto step = static_cast<int>(i % 3);
+    spec.index = is_fixed == (step == 1) ? IndexKind::kInt32 : IndexKind::kInt64;
+    spec.balance.replicas = 2;
+    if (is_fixed) {
+      spec.balance.placement.assign(kPlacement.begin(), kPlacement.end());
+    }
+    const SurvivorRounds rounds(setup, spec);
+    const auto statuses = run_forked(setup.num_ranks, [&](const Group& group) {
+      Exchange exchange = shrinking(group, setup);
+      std::string problem;
+      for (uint64_t round = 0; round < kNumRounds && problem.empty(); ++round) {
+        problem = rounds.run(exchange, round, [&](int call) {
+          const bool is_time = (group.rank() == 2 && round == 1 && call == step) ||
+                               (group.rank() == 0 && round == 2 && call == (step + 1) % 3);
+          if (is_time) {
+            std::raise(SIGKILL);
+          }
+        });
+      }
+      const CallReport report = exchange.report();
+      const std::string lost = is_fixed ? "0,5" : "0,1,4,5";
+      if (problem.empty() && (text(report.alive) != "1,3" || text(report.lost_experts) != lost)) {
+        problem = fmt::format("alive {}, lost {}", text(report.alive), text(report.lost_experts));
+      }
+      return verdict(problem);
+    });
+    EXPECT_EQ(statuses, (std::vector<int>{128 + SIGKILL, 0, 128 + SIGKILL, 0})) << "step " << i;
+  }
+}
+
 // The kernel takes a dying process's memory away before anybody can see its end, and on a busy host
 // long before.
 TEST_F(SurvivalTest, TheRestGoesOnWhenMemoryIsGoneLongBeforeItsProcess) {
