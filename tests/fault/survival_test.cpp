@@ -9,7 +9,6 @@
 #include <atomic>
 #include <csignal>
 #include <filesystem>
-#include <iostream>
 #include <numeric>
 #include <optional>
 #include <sys/prctl.h>
@@ -17,6 +16,7 @@
 #include <thread>
 #include <unistd.h>
 
+#include "fault/survival_cases.hpp"
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
 #include "survivors/shared.hpp"
@@ -25,53 +25,6 @@
 
 namespace weft::test {
 namespace {
-
-constexpr int kNumRounds = 4;  // each of three calls
-
-ExchangeSetup setup_of(int num_ranks, const char* transport) {
-  ExchangeSetup setup;
-  setup.num_ranks = num_ranks;
-  setup.num_experts = 2 * num_ranks;
-  setup.transport = transport;
-  setup.num_threads = 2;
-  setup.max_tokens = 70;
-  return setup;
-}
-
-Exchange shrinking(
-    const Group& group,
-    const ExchangeSetup& setup,
-    const std::function<void(const CallReport&)>& on_loss = {}
-) {
-  ExchangeConfig config = setup.config();
-  config.on_peer_loss = PeerLoss::kShrink;
-  config.on_loss = on_loss;
-  return {group, config};
-}
-
-// Cases that take different ways through the executor.
-std::vector<Case> cases() {
-  std::vector<Case> cases(4);
-  cases[0].topk = 4;
-  cases[1].layout = Layout::kRankMajor;
-  cases[1].output = OutputMemory::kStaged;
-  cases[2].layout = Layout::kExpertStrided;
-  cases[2].hole_fraction = 0.2;
-  cases[3].order = SumOrder::kTopk;
-  cases[3].pad_multiple = 8;
-  return cases;
-}
-
-int verdict(const std::string& problem) {
-  if (!problem.empty()) {
-    std::cerr << problem << std::endl;
-  }
-  return problem.empty() ? 0 : 1;
-}
-
-std::string text(const std::vector<int>& ranks) {
-  return fmt::format("{}", fmt::join(ranks, ","));
-}
 
 class SurvivalTest : public testing::Test {};
 
@@ -98,45 +51,6 @@ TEST_F(SurvivalTest, TheRestGoesOnWhenARankIsKilledAtAnyStep) {
       return verdict(problem);
     });
     EXPECT_EQ(statuses, (std::vector<int>{0, 0, 128 + SIGKILL, 0})) << "step " << i;
-  }
-}
-
-// Four ranks of two experts. When ranks 2 and 0 are lost, experts 0 and 5 have no copy left.
-constexpr std::array<int32_t, 8> kPlacement = {4, 2, 4, 6, 0, 7, 1, -1};
-
-// Replicas take over what lost ranks had, and the planner's lie on ranks that are left.
-TEST_F(SurvivalTest, ReplicasTakeOverWhenRanksAreKilledAtAnyStep) {
-  const ExchangeSetup setup = setup_of(4, "shm");
-  for (size_t i = 0; i < 24; ++i) {
-    Case spec = cases()[i / 6];
-    const bool is_fixed = i % 2 == 0;
-    const auto step = static_cast<int>(i % 3);
-    spec.index = is_fixed == (step == 1) ? IndexKind::kInt32 : IndexKind::kInt64;
-    spec.balance.replicas = 2;
-    if (is_fixed) {
-      spec.balance.placement.assign(kPlacement.begin(), kPlacement.end());
-    }
-    const SurvivorRounds rounds(setup, spec);
-    const auto statuses = run_forked(setup.num_ranks, [&](const Group& group) {
-      Exchange exchange = shrinking(group, setup);
-      std::string problem;
-      for (uint64_t round = 0; round < kNumRounds && problem.empty(); ++round) {
-        problem = rounds.run(exchange, round, [&](int call) {
-          const bool is_time = (group.rank() == 2 && round == 1 && call == step) ||
-                               (group.rank() == 0 && round == 2 && call == (step + 1) % 3);
-          if (is_time) {
-            std::raise(SIGKILL);
-          }
-        });
-      }
-      const CallReport report = exchange.report();
-      const std::string lost = is_fixed ? "0,5" : "0,1,4,5";
-      if (problem.empty() && (text(report.alive) != "1,3" || text(report.lost_experts) != lost)) {
-        problem = fmt::format("alive {}, lost {}", text(report.alive), text(report.lost_experts));
-      }
-      return verdict(problem);
-    });
-    EXPECT_EQ(statuses, (std::vector<int>{128 + SIGKILL, 0, 128 + SIGKILL, 0})) << "step " << i;
   }
 }
 
