@@ -138,8 +138,8 @@ class CpuExchange : public Executor {
   TransportMaker make_;
   std::unique_ptr<Survival> survival_;      // null: PeerLoss::kFail
   std::map<uint64_t, PlanData> surviving_;  // by the call that made them, of older members' plans
-  Balancing balance_;                       // as given to the last plan
   uint64_t first_plan_ = 0;  // plans of earlier calls are unknown to a rank that joined again
+  Balancing balance_;        // as given to the last plan, if that is none of these
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<CallBoard> board_;

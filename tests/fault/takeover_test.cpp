@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <csignal>
+#include <optional>
 
 #include "fault/survival_cases.hpp"
 
@@ -106,6 +107,41 @@ TEST(TakeoverTest, TokensGetWhatExpertsWithACopyMake) {
     });
     EXPECT_EQ(statuses, (std::vector<int>{0, 0, 128 + SIGKILL, 0}));
   }
+}
+
+// Whoever joins again knows no placement, so the others forget theirs until the next plan.
+TEST(TakeoverTest, ARankThatJoinsAgainHearsOfTheSameLostExperts) {
+  const ExchangeSetup setup = setup_of(4, "loopback");
+  PlanOptions options;
+  options.balance = {.replicas = 2, .placement = {kPlacement.begin(), kPlacement.end()}};
+  run_threads(4, [&](const Group& group) {
+    std::optional<Exchange> exchange(shrinking(group, setup));
+    const std::string invitation = exchange->invitation();
+    const Matrix idx(DType::kInt32, 0, 4);
+    const auto plan = [&] {
+      static_cast<void>(exchange->plan({.topk_idx = idx.view()}, options));
+      return text(exchange->report().lost_experts);
+    };
+    group.barrier();
+    if (group.rank() == 1 || group.rank() == 2) {
+      exchange.reset();
+    } else {
+      EXPECT_EQ(plan(), "3,5");
+      EXPECT_EQ(text(exchange->report().alive), "0,3");
+    }
+    group.barrier();
+    if (group.rank() == 2) {
+      return;
+    }
+    if (group.rank() == 1) {
+      exchange.emplace(shrinking(Group::rejoin(1, invitation), setup));
+    } else {
+      exchange->readmit(std::vector<int>{1});
+    }
+    EXPECT_EQ(text(exchange->report().alive), "0,1,3");
+    EXPECT_EQ(text(exchange->report().lost_experts), "4,5");
+    EXPECT_EQ(plan(), "5");
+  });
 }
 
 }  // namespace

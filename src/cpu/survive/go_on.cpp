@@ -88,6 +88,7 @@ void CpuExchange::reconnect(uint64_t num_calls) {
   connect(group, met.num_calls);
   if (survival_->takes_newcomers()) {
     first_plan_ = met.num_calls + 1;
+    balance_ = {};
   }
 }
 
