@@ -59,12 +59,13 @@ enum class Mover : uint8_t {
 enum class PeerLoss : uint8_t {
   kFail,  // it throws on all other ranks, and the exchange can no longer be used
   // CPU exchanges of one host: it ends without them, on all others with the same members and the
-  // bits of an exchange that had only these. A token's routes to experts of lost ranks give
-  // nothing, and lost ranks have no tokens. A dispatch or combine by an older plan keeps its slots;
-  // dispatch fills the rows of lost ranks with zeros. A rank that was given up and comes back gets
-  // a PeerError. Threads of one process are lost only by leaving. A process is late when nothing
-  // was heard of it for the timeout; a wait for ranks that are all heard of ends after twice that,
-  // and the exchange with it, as with kFail.
+  // bits of an exchange that had only these. Lost ranks have no tokens, and a token's routes to
+  // their experts give nothing, or go to replicas on ranks that are alive where a plan is given
+  // some (Balancing::placement). A dispatch or combine by an older plan keeps its slots, routes to
+  // lost ranks give nothing then; dispatch fills the rows of lost ranks with zeros. A rank that was
+  // given up and comes back gets a PeerError. Threads of one process are lost only by leaving. A
+  // process is late when nothing was heard of it for the timeout; a wait for ranks that are all
+  // heard of ends after twice that, and the exchange with it, as with kFail.
   kShrink,
 };
 
@@ -97,6 +98,9 @@ struct CallReport {
   uint64_t epoch = 0;      // how often the members have changed
   std::vector<int> alive;  // ascending
   std::vector<int> lost;   // by the last call, ascending
+  // Experts that no rank alive has, ascending: those of lost ranks, but for those of which the last
+  // plan was given a replica elsewhere (Balancing::placement).
+  std::vector<int> lost_experts = {};
 };
 
 // Rows in memory that peers can write: dispatch into it needs no staging copy. Returns to the

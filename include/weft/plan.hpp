@@ -51,6 +51,8 @@ enum class SumOrder : uint8_t {
 // Replicas of popular experts on other ranks, so that all ranks have about as many rows
 // (docs/balance.md). A rank has its own experts, the masters, then places for replicas: these
 // *physical experts* are the experts of every layout. Whoever computes puts the weights there.
+// Ranks that are lost take no rows (PeerLoss): all of an expert go to its places elsewhere, and no
+// replica is planned that its master cannot give the weights.
 struct Balancing {
   int replicas = 0;      // places on each rank, at most 16; 0: no balancing
   int64_t min_rows = 1;  // a planned replica has at least so many
@@ -58,7 +60,8 @@ struct Balancing {
   // Empty: each call plans what suits its own counts.
   std::vector<int32_t> placement = {};
   // Above 1: an expert's replicas by ascending rank, then its master take intervals of its rows by
-  // source rank, then token, and replicas whole blocks of so many. At most 1024.
+  // source rank, then token, and replicas whole blocks of so many; the last replica stands in for a
+  // master that is lost. At most 1024.
   int64_t block_rows = 1;
   // What the weights of a planned replica cost, in rows. A call in which replicas spare the busiest
   // rank no more than they cost the rank that sends or gets most of them has none. 0: nothing.
@@ -144,6 +147,8 @@ class Plan {
   [[nodiscard]] std::span<const int64_t> global_routes_per_expert() const;
   // [num_tokens, topk] slot on the expert's rank, -1 = no route or dropped.
   [[nodiscard]] std::span<const int32_t> route_slots() const;
+  // [num_tokens, topk] the rank that each route goes to, that of a replica perhaps, -1 = no route.
+  [[nodiscard]] std::vector<int32_t> route_ranks() const;
 
   // Balance.
   // [num_experts] routes of all ranks to each expert, wherever its rows go, before dropping.

@@ -443,7 +443,7 @@ void bind_exchange(nb::module_& m) {
           "release_pooled",
           [](Calls& calls) { calls.locked([](Exchange& e) { e.release_pooled(); }); }
       )
-      .def("report", &report, "Epoch, ranks that are alive, ranks that the last call has lost.")
+      .def("report", &report, "What CallReport of weft/exchange_state.py has.")
       .def("mask", &mask, arg("ranks"))
       .def("invitation", &invitation)
       .def("readmit", &readmit, arg("ranks"))

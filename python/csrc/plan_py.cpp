@@ -55,6 +55,9 @@ void bind_plan(nb::module_& m) {
       )
       .def_prop_ro("routes_per_expert", &Plan::routes_per_expert)
       .def_prop_ro(
+          "route_ranks", &Plan::route_ranks, "The rank of each route, by token and choice, or -1."
+      )
+      .def_prop_ro(
           "load",
           [](const Plan& p) {
             const Plan::Load load = p.load();

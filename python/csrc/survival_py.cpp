@@ -8,7 +8,7 @@ namespace weft::py {
 namespace {
 
 nb::tuple tuple_of(const CallReport& report) {
-  return nb::make_tuple(report.epoch, report.alive, report.lost);
+  return nb::make_tuple(report.epoch, report.alive, report.lost, report.lost_experts);
 }
 
 }  // namespace

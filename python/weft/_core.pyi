@@ -54,6 +54,10 @@ class Plan:
     def routes_per_expert(self) -> list[int]: ...
 
     @property
+    def route_ranks(self) -> list[int]:
+        """The rank of each route, by token and choice, or -1."""
+
+    @property
     def load(self) -> tuple:
         """
         Routes of the busiest rank, what it would have without replicas, and the mean rank's.
@@ -319,8 +323,8 @@ class Exchange:
 
     def release_pooled(self) -> None: ...
 
-    def report(self) -> tuple[int, list[int], list[int]]:
-        """Epoch, ranks that are alive, ranks that the last call has lost."""
+    def report(self) -> tuple[int, list[int], list[int], list[int]]:
+        """What CallReport of weft/exchange_state.py has."""
 
     def mask(self, ranks: Sequence[int]) -> None: ...
 

@@ -24,6 +24,9 @@ class CallReport(NamedTuple):
     epoch: int  # how often the ranks that take part have changed
     alive: list[int]  # ascending
     lost: list[int]  # by the last call, ascending
+    # Experts that no rank alive has, ascending: those of lost ranks, but for those that the
+    # `Placement` of the last plan has elsewhere.
+    lost_experts: list[int]
 
 
 OnLoss = Callable[[CallReport], None]
@@ -68,11 +71,17 @@ class ExchangeState:
         """
         self.core.readmit(_numbers("readmit", ranks))
 
-    def renormalisation(self, topk_idx: Tensor, weights: Tensor) -> Tensor:
+    def renormalisation(
+        self, topk_idx: Tensor, weights: Tensor, plan: Plan | None = None
+    ) -> Tensor:
         """[T, 1]: the sum of a token's weights over that of its routes to ranks that are alive, to
-        multiply what `combine` returns with; 1 where nothing is left. topk_idx [T, K] of a plan
-        without replicas, negative for no route; weights [T, K], in which it is differentiable."""
-        owners = topk_idx.div(self.num_local_experts, rounding_mode="floor")
+        multiply what `combine` returns with; 1 where nothing is left. topk_idx [T, K], negative for
+        no route; weights [T, K], in which it is differentiable. plan: what was made of topk_idx;
+        with replicas it is needed, as it says to which ranks the routes went."""
+        if plan is None:
+            owners = topk_idx.div(self.num_local_experts, rounding_mode="floor")
+        else:
+            owners = torch.tensor(plan.core.route_ranks, dtype=topk_idx.dtype).view_as(topk_idx)
         alive = torch.tensor(self.alive(), dtype=owners.dtype, device=owners.device)
         routed = weights.masked_fill(topk_idx < 0, 0.0)
         kept = routed.masked_fill(~torch.isin(owners, alive), 0.0)

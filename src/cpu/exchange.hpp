@@ -97,6 +97,9 @@ class CpuExchange : public Executor {
   [[nodiscard]] IsLost is_lost() const {
     return [this](int rank) { return survival_ != nullptr && survival_->is_lost(rank); };
   }
+  [[nodiscard]] std::vector<int> lost_ranks() const;  // ascending
+  // With replicas that lie where they are, or without any.
+  [[nodiscard]] std::vector<int32_t> lost_experts(const Balancing& balance) const;
   // What of a plan concerns those that are left. Valid until the members change.
   [[nodiscard]] const PlanData& surviving(const Plan& plan);
 
@@ -136,6 +139,7 @@ class CpuExchange : public Executor {
   std::unique_ptr<Survival> survival_;      // null: PeerLoss::kFail
   std::map<uint64_t, PlanData> surviving_;  // by the call that made them, of older members' plans
   uint64_t first_plan_ = 0;  // plans of earlier calls are unknown to a rank that joined again
+  Balancing balance_;        // as given to the last plan, if that is none of these
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<CallBoard> board_;

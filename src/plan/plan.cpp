@@ -226,6 +226,14 @@ std::span<const int32_t> Plan::route_slots() const {
   return data().route_slot;
 }
 
+std::vector<int32_t> Plan::route_ranks() const {
+  std::vector<int32_t> ranks = data().route_expert;
+  for (int32_t& rank : ranks) {
+    rank = rank < 0 ? -1 : rank / num_local_experts();
+  }
+  return ranks;
+}
+
 std::span<const int32_t> Plan::placement() const {
   return data().shape.options.balance.placement;
 }
@@ -243,27 +251,31 @@ std::vector<int64_t> Plan::routes_per_expert() const {
 }
 
 Plan::Load Plan::load() const {
+  const std::vector<int>& lost = data().shape.lost;
   // The most that one rank has of numbers that are laid out by rank.
-  const auto most = [this](std::span<const int64_t> routes) {
+  const auto most = [&](std::span<const int64_t> routes) {
     const size_t each = routes.size() / static_cast<size_t>(num_ranks());
     int64_t found = 0;
-    for (size_t first = 0; first < routes.size(); first += each) {
-      const auto of_rank = routes.subspan(first, each);
-      found = std::max(found, std::reduce(of_rank.begin(), of_rank.end()));
+    for (int rank = 0; rank < num_ranks(); ++rank) {
+      const auto of_rank = routes.subspan(static_cast<size_t>(rank) * each, each);
+      const int64_t here = std::reduce(of_rank.begin(), of_rank.end());
+      found = is_among(lost, rank) ? found : std::max(found, here);
     }
     return found;
   };
   const std::span<const int64_t> routes = global_routes_per_expert();
   const auto sum = static_cast<double>(std::reduce(routes.begin(), routes.end()));
   const std::vector<int64_t> chosen = routes_per_expert();
-  Load load = {.busiest = most(routes), .unbalanced = most(chosen), .mean = sum / num_ranks()};
+  const int num_left = num_ranks() - static_cast<int>(lost.size());
+  Load load = {.busiest = most(routes), .unbalanced = most(chosen), .mean = sum / num_left};
   load.if_free = load.busiest;
   const Balancing& balance = data().shape.options.balance;
   if (balance.replica_rows > 0 && load.busiest == load.unbalanced) {
     const BalanceOptions free = {
         .replicas = balance.replicas,
         .min_rows = balance.min_rows,
-        .block_rows = balance.block_rows};
+        .block_rows = balance.block_rows,
+        .lost = lost};
     load.if_free = place_replicas(chosen, num_ranks(), free).busiest();
   }
   return load;

@@ -70,6 +70,7 @@ struct PlanShape {
   bool has_weights = false;
   // expert_stride and the placement of replicas resolved, row_budget as given
   PlanOptions options = {};
+  std::vector<int> lost = {};  // ranks that took no part, ascending
 
   [[nodiscard]] int num_local_experts() const { return num_experts / num_ranks; }
   // Those that tokens choose among.

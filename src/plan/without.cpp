@@ -24,13 +24,10 @@ std::vector<Rows> merged(std::vector<Rows> ranges) {
 
 }  // namespace
 
-void drop_routes_to(const IsLost& is_lost, int num_experts, int num_ranks, RouteTable& routes) {
-  const int32_t per_rank = num_experts / num_ranks;
-  for (int32_t& expert : routes.expert) {
-    if (expert >= 0 && is_lost(expert / per_rank)) {
-      expert = -1;
-    }
-  }
+void drop_routes_to(std::span<const int32_t> experts, RouteTable& routes) {
+  std::ranges::replace_if(
+      routes.expert, [&](int32_t expert) { return std::ranges::binary_search(experts, expert); }, -1
+  );
 }
 
 bool has_traffic_with(const IsLost& is_lost, const PlanData& plan) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <span>
 
 #include "plan/build.hpp"
 #include "plan/plan_data.hpp"
@@ -11,9 +12,9 @@ namespace weft {
 
 using IsLost = std::function<bool(int rank)>;
 
-// Leaves out routes to experts of ranks that are lost: they are as places that no expert was chosen
-// for.
-void drop_routes_to(const IsLost& is_lost, int num_experts, int num_ranks, RouteTable& routes);
+// Leaves out routes to these experts, ascending, as experts_without_copy() has them: they are as
+// places that no expert was chosen for.
+void drop_routes_to(std::span<const int32_t> experts, RouteTable& routes);
 
 // The same plan with nothing to and from ranks that are lost. Slots stay as they are; rows of lost
 // ranks become padding, which dispatch fills with zeros. What counts rows of the whole group is

@@ -9,7 +9,6 @@
 #include <atomic>
 #include <csignal>
 #include <filesystem>
-#include <iostream>
 #include <numeric>
 #include <optional>
 #include <sys/prctl.h>
@@ -17,6 +16,7 @@
 #include <thread>
 #include <unistd.h>
 
+#include "fault/survival_cases.hpp"
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
 #include "survivors/shared.hpp"
@@ -25,53 +25,6 @@
 
 namespace weft::test {
 namespace {
-
-constexpr int kNumRounds = 4;  // each of three calls
-
-ExchangeSetup setup_of(int num_ranks, const char* transport) {
-  ExchangeSetup setup;
-  setup.num_ranks = num_ranks;
-  setup.num_experts = 2 * num_ranks;
-  setup.transport = transport;
-  setup.num_threads = 2;
-  setup.max_tokens = 70;
-  return setup;
-}
-
-Exchange shrinking(
-    const Group& group,
-    const ExchangeSetup& setup,
-    const std::function<void(const CallReport&)>& on_loss = {}
-) {
-  ExchangeConfig config = setup.config();
-  config.on_peer_loss = PeerLoss::kShrink;
-  config.on_loss = on_loss;
-  return {group, config};
-}
-
-// Cases that take different ways through the executor.
-std::vector<Case> cases() {
-  std::vector<Case> cases(4);
-  cases[0].topk = 4;
-  cases[1].layout = Layout::kRankMajor;
-  cases[1].output = OutputMemory::kStaged;
-  cases[2].layout = Layout::kExpertStrided;
-  cases[2].hole_fraction = 0.2;
-  cases[3].order = SumOrder::kTopk;
-  cases[3].pad_multiple = 8;
-  return cases;
-}
-
-int verdict(const std::string& problem) {
-  if (!problem.empty()) {
-    std::cerr << problem << std::endl;
-  }
-  return problem.empty() ? 0 : 1;
-}
-
-std::string text(const std::vector<int>& ranks) {
-  return fmt::format("{}", fmt::join(ranks, ","));
-}
 
 class SurvivalTest : public testing::Test {};
 

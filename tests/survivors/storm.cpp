@@ -59,6 +59,25 @@ T pick(RandomSource& random, const std::array<T, N>& values) {
   return values[random.below(N)];
 }
 
+// No replicas, or some that each plan chooses, or some that stay where they are.
+Balancing random_balance(const ExchangeSetup& setup, RandomSource& random) {
+  Balancing balance = {.replicas = static_cast<int>(random.between(0, 2))};
+  const int per_rank = setup.num_experts / setup.num_ranks;
+  const bool is_fixed = random.below(3) > 0;
+  for (int rank = 0; is_fixed && rank < setup.num_ranks; ++rank) {
+    std::vector<int32_t> here;
+    for (int replica = 0; replica < balance.replicas; ++replica) {
+      const auto expert =
+          static_cast<int32_t>(random.below(static_cast<uint64_t>(setup.num_experts)));
+      const bool may_be =
+          expert / per_rank != rank && std::ranges::find(here, expert) == here.end();
+      here.push_back(may_be ? expert : -1);
+    }
+    balance.placement.insert(balance.placement.end(), here.begin(), here.end());
+  }
+  return balance;
+}
+
 Case random_spec(const ExchangeSetup& setup, RandomSource& random) {
   Case spec;
   spec.topk = static_cast<int>(random.between(1, setup.max_topk));
@@ -70,6 +89,8 @@ Case random_spec(const ExchangeSetup& setup, RandomSource& random) {
   spec.order = may_keep_order && random.below(3) == 0 ? SumOrder::kTopk : SumOrder::kRank;
   spec.output = pick(random, std::array{OutputMemory::kDirect, OutputMemory::kStaged});
   spec.hole_fraction = pick(random, std::array{0.0, 0.2, 0.9});
+  spec.index = pick(random, std::array{IndexKind::kInt32, IndexKind::kInt64});
+  spec.balance = random_balance(setup, random);
   return spec;
 }
 

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "exchange/reference/reference_exchange.hpp"
 #include "plan/reference/reference_plan.hpp"
@@ -35,10 +34,20 @@ Matrix floats(int64_t rows, int64_t cols, float value) {
   return matrix;
 }
 
-template <class Part>
-Matrix index_of(const RouteTable& table, DType dtype, const Part& part) {
-  Matrix matrix(dtype, table.num_tokens, table.topk);
-  std::memcpy(matrix.view().data, part.data(), part.size() * sizeof(part[0]));
+Matrix index_of(const RouteTable& table, IndexKind kind) {
+  const bool is_wide = kind == IndexKind::kInt64;
+  Matrix matrix(is_wide ? DType::kInt64 : DType::kInt32, table.num_tokens, table.topk);
+  if (is_wide) {
+    std::ranges::copy(table.expert, matrix.as<int64_t>());
+  } else {
+    std::ranges::copy(table.expert, matrix.as<int32_t>());
+  }
+  return matrix;
+}
+
+Matrix weights_of(const RouteTable& table) {
+  Matrix matrix(DType::kFloat32, table.num_tokens, table.topk);
+  std::ranges::copy(table.weight, matrix.as<float>());
   return matrix;
 }
 
@@ -55,7 +64,18 @@ PlanOptions SurvivorRounds::options() const {
   options.layout = spec_.layout;
   options.pad_multiple = spec_.pad_multiple;
   options.order = spec_.order;
+  options.balance = spec_.balance;
   return options;
+}
+
+bool SurvivorRounds::has_copy(int32_t expert, const std::vector<int>& alive) const {
+  const std::vector<int32_t>& placement = spec_.balance.placement;
+  bool has_any = has(alive, static_cast<size_t>(expert / (setup_.num_experts / setup_.num_ranks)));
+  for (size_t i = 0; i < placement.size(); ++i) {
+    const size_t rank = i / static_cast<size_t>(spec_.balance.replicas);
+    has_any = has_any || (placement[i] == expert && has(alive, rank));
+  }
+  return has_any;
 }
 
 SurvivorRounds::Inputs SurvivorRounds::inputs(uint64_t seed) const {
@@ -77,20 +97,21 @@ SurvivorRounds::Inputs SurvivorRounds::inputs(uint64_t seed) const {
 }
 
 std::vector<Plan> SurvivorRounds::plans(const Inputs& in, const RoundReport& alive) const {
-  const int per_rank = setup_.num_experts / setup_.num_ranks;
   std::vector<RouteTable> tables = in.tables;
+  std::vector<int> lost;
   for (size_t rank = 0; rank < tables.size(); ++rank) {
     if (!has(alive.plan, rank)) {
+      lost.push_back(static_cast<int>(rank));
       tables[rank].num_tokens = 0;
       tables[rank].expert.clear();
       tables[rank].weight.clear();
     }
     for (int32_t& expert : tables[rank].expert) {
-      expert = expert >= 0 && has(alive.plan, static_cast<size_t>(expert / per_rank)) ? expert : -1;
+      expert = expert >= 0 && has_copy(expert, alive.plan) ? expert : -1;
     }
   }
   std::vector<Plan> plans;
-  for (PlanData& plan : reference_plans(tables, setup_.num_experts, options())) {
+  for (PlanData& plan : reference_plans(tables, setup_.num_experts, options(), {}, {}, lost)) {
     plans.emplace_back(std::make_shared<const PlanData>(std::move(plan)));
   }
   return plans;
@@ -109,10 +130,7 @@ SurvivorRounds::Outputs SurvivorRounds::expected(
     const int64_t tokens = plans[r].num_tokens();
     const bool is_lost = !has(alive.dispatch, r);
     in.x[r] = is_lost ? floats(tokens, setup_.hidden, 0) : std::move(in.x[r]);
-    weights.push_back(
-        is_lost ? floats(tokens, spec_.topk, 0)
-                : index_of(in.tables[r], DType::kFloat32, in.tables[r].weight)
-    );
+    weights.push_back(is_lost ? floats(tokens, spec_.topk, 0) : weights_of(in.tables[r]));
     out[r].rows = Matrix(DType::kFloat32, plans[r].num_rows(), setup_.hidden);
     out[r].weights = Matrix(DType::kFloat32, plans[r].num_rows(), plans[r].row_weight_cols());
     out[r].x = Matrix(DType::kFloat32, tokens, setup_.hidden);
@@ -136,9 +154,9 @@ SurvivorRounds::Outputs SurvivorRounds::expected(
   // A token without any row left is zero, not -0.
   const auto hidden = static_cast<size_t>(setup_.hidden);
   const auto topk = static_cast<size_t>(spec_.topk);
-  const int per_rank = setup_.num_experts / setup_.num_ranks;
+  const int per_rank = plans[rank].num_local_experts();
   for (size_t token = 0; token < out[rank].x.num_elements() / hidden; ++token) {
-    const auto* experts = in.tables[rank].expert.data() + token * topk;
+    const auto* experts = contents_of(plans[rank]).route_expert.data() + token * topk;
     const bool has_row = std::any_of(experts, experts + topk, [&](int32_t expert) {
       return expert >= 0 && has(alive.combine, static_cast<size_t>(expert / per_rank));
     });
@@ -155,8 +173,8 @@ SurvivorRounds::Round SurvivorRounds::call(
   const auto rank = static_cast<size_t>(exchange.rank());
   const Inputs in = inputs(seed);
   const RouteTable& table = in.tables[rank];
-  const Matrix idx = index_of(table, DType::kInt32, table.expert);
-  const Matrix weights = index_of(table, DType::kFloat32, table.weight);
+  const Matrix idx = index_of(table, spec_.index);
+  const Matrix weights = weights_of(table);
   Round round;
   round.seed = seed;
   at(0);
@@ -182,7 +200,9 @@ SurvivorRounds::Round SurvivorRounds::call(
   round.alive.dispatch = exchange.report().alive;
   at(2);
   exchange.combine(plan, {.rows = rows_of(round)}, {.x = round.x.view()});
-  round.alive.combine = exchange.report().alive;
+  const CallReport report = exchange.report();
+  round.alive.combine = report.alive;
+  round.lost_experts = report.lost_experts;
   at(3);
   return round;
 }
@@ -203,6 +223,17 @@ std::string SurvivorRounds::problem_of(const Round& round, int rank) const {
   const std::span sums(round.count_sums.as<int32_t>(), round.count_sums.num_elements());
   if (spec_.layout != Layout::kRankMajor && !std::ranges::equal(sums, counts)) {
     problem += "dispatch: count_sums are not those of one call";
+  }
+  std::vector<int> lost_experts;
+  for (int expert = 0; expert < setup_.num_experts; ++expert) {
+    if (!has_copy(expert, round.alive.combine)) {
+      lost_experts.push_back(expert);
+    }
+  }
+  if (round.lost_experts != lost_experts) {
+    problem += fmt::format(
+        "lost experts {}, not {}", fmt::join(round.lost_experts, ","), fmt::join(lost_experts, ",")
+    );
   }
   return problem.empty() ? problem
                          : fmt::format(

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rounds of plan, dispatch and combine during which ranks may be lost, and what they must come to
 // by the reference, which knows nothing of survival: ranks that are lost before the plan have no
-// tokens and no routes go to them; rows of ranks lost before dispatch are zeros; rows on ranks lost
-// before combine are -0, which changes no sum.
+// tokens and no routes go to them, but to replicas on ranks alive where there are some; rows of
+// ranks lost before dispatch are zeros; rows on ranks lost before combine are -0, which changes no
+// sum.
 #pragma once
 
 #include <functional>
@@ -37,6 +38,7 @@ class SurvivorRounds {
     Matrix weights;
     Matrix count_sums;  // not with kRankMajor
     Matrix x;
+    std::vector<int> lost_experts;  // by the report of combine
   };
 
   // The calls of one round, numbered by its seed, of this rank. `at(call)` is called before each,
@@ -60,6 +62,8 @@ class SurvivorRounds {
       const std::vector<Plan>& plans, Inputs in, const RoundReport& alive, size_t rank
   ) const;
   [[nodiscard]] PlanOptions options() const;
+  // Whether one of these ranks has the expert, or a replica by the case's placement.
+  [[nodiscard]] bool has_copy(int32_t expert, const std::vector<int>& alive) const;
 
   ExchangeSetup setup_;
   Case spec_;

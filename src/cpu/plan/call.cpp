@@ -272,6 +272,7 @@ Plan CpuExchange::plan_by_counts(
 ) {
   PlanData data =
       place_routes(routes, counts, context_.rank, options, context_, sharing_of(*workers_, routes));
+  data.shape.lost = lost_ranks();
   data.exchange_id = id_;
   data.call = call_number_;
   std::vector<int64_t> rows(counts.size(), data.num_rows);
@@ -299,15 +300,7 @@ Plan CpuExchange::make_plan(
         routing, settings_.num_experts, settings_.max_topk, settings_.max_tokens, context_
     );
     if (survival_ && survival_->epoch() > 0) {
-      WEFT_CHECK(
-          context_,
-          options.balance.replicas == 0,
-          ErrorCode::kUnsupported,
-          "plan: balance when ranks are lost ({} of {} are left)",
-          survival_->members().size(),
-          num_ranks
-      );
-      drop_routes_to(is_lost(), settings_.num_experts, num_ranks, routes);
+      drop_routes_to(lost_experts(options.balance), routes);
     }
     return routes;
   };
@@ -329,11 +322,13 @@ Plan CpuExchange::make_plan(
     const std::vector<CallWord> to(static_cast<size_t>(num_ranks), word);
     const std::vector<CallWord> words = board_->swap(to, std::as_bytes(std::span(payload)));
     const std::vector<RankCounts> counts = counts_of(*board_, words, settings_.num_experts);
+    balance_ = options.balance;
     if (options.balance.replicas == 0) {
       plan = plan_by_counts(routes, counts, options);
       return;
     }
-    const Balance balance = balance_counts(counts, options.balance, domains_of(*domains_));
+    const Balance balance =
+        balance_counts(counts, options.balance, domains_of(*domains_), lost_ranks());
     const RouteTable physical = physical_routes(routes, balance, context_.rank);
     RankCounts mine = count_routes(physical, balance.placement.shape.count(), num_ranks, options);
     std::vector<RankCounts> all = physical_counts(counts, balance);

@@ -6,6 +6,7 @@
 
 #include "cpu/exchange.hpp"
 #include "group/control_plane.hpp"
+#include "plan/balance/balance.hpp"
 
 namespace weft {
 
@@ -87,6 +88,7 @@ void CpuExchange::reconnect(uint64_t num_calls) {
   connect(group, met.num_calls);
   if (survival_->takes_newcomers()) {
     first_plan_ = met.num_calls + 1;
+    balance_ = {};
   }
 }
 
@@ -173,7 +175,23 @@ CallReport CpuExchange::report() const {
   return {
       .epoch = survival_->epoch(),
       .alive = survival_->members(),
-      .lost = survival_->lost_in_call()};
+      .lost = survival_->lost_in_call(),
+      .lost_experts = lost_experts(balance_)};
+}
+
+std::vector<int> CpuExchange::lost_ranks() const {
+  std::vector<int> lost;
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
+    if (is_lost()(rank)) {
+      lost.push_back(rank);
+    }
+  }
+  return lost;
+}
+
+std::vector<int32_t> CpuExchange::lost_experts(const Balancing& balance) const {
+  const PhysicalExperts shape = {context_.num_ranks, settings_.num_experts, balance.replicas};
+  return experts_without_copy(shape, balance.placement, lost_ranks());
 }
 
 void CpuExchange::mask(std::span<const int> ranks) {

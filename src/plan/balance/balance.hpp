@@ -11,6 +11,7 @@
 //   Balance and one rank's routes -> assign_routes (quotas.cpp) -> a physical expert for each route
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -30,6 +31,7 @@ struct BalanceOptions {
   std::vector<int> domain_of = {};  // [num_ranks]; empty: all ranks are in one domain
   int64_t block_rows = 1;           // see Placement; above 1 domains do not count
   int64_t replica_rows = 0;         // what a replica's weights cost, see pays_off
+  std::vector<int> lost = {};  // ranks, ascending, that take no rows; none are of their experts
 };
 
 struct PhysicalExperts {
@@ -49,6 +51,11 @@ struct PhysicalExperts {
     return rank * per_rank() + num_local() + replica;
   }
 };
+
+// Of ranks in ascending order.
+[[nodiscard]] inline bool is_among(std::span<const int> ranks, int rank) {
+  return std::binary_search(ranks.begin(), ranks.end(), rank);
+}
 
 struct Placement {
   PhysicalExperts shape;
@@ -98,12 +105,20 @@ struct Balance {
 [[nodiscard]] Placement masters_of(std::span<const int64_t> rows, const PhysicalExperts& shape);
 
 // Instead of place_replicas: `replicas`, [num_ranks, shape.replicas] as Balance::replicas, lie
-// where they are, and some may get no rows (spread.cpp).
+// where they are, and some may get no rows (spread.cpp). Ranks that are `lost` take none: the last
+// replica of an expert stands in for a master there. There are no rows of experts without copies
+// elsewhere.
 [[nodiscard]] Placement spread_rows(
     std::span<const int64_t> rows,
     const PhysicalExperts& shape,
     std::span<const int32_t> replicas,
-    int64_t block_rows = 1
+    int64_t block_rows = 1,
+    std::span<const int> lost = {}
+);
+
+// Those that lie on lost ranks only, ascending. `replicas` as for spread_rows.
+[[nodiscard]] std::vector<int32_t> experts_without_copy(
+    const PhysicalExperts& shape, std::span<const int32_t> replicas, std::span<const int> lost
 );
 
 // The physical expert of each route of `source` in token order: an expert's first routes go to its

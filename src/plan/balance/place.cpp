@@ -66,12 +66,16 @@ namespace {
 // Tries to keep a limit.
 class Attempt {
  public:
-  Attempt(const Placement& masters, int64_t min_rows, int64_t limit)
+  Attempt(const Placement& masters, const BalanceOptions& options, int64_t limit)
       : placement_(masters),
         load_(masters.rows_of_ranks()),
         used_(load_.size(), 0),
-        min_rows_(in_blocks(min_rows + masters.block_rows - 1)),
-        limit_(limit) {}
+        min_rows_(in_blocks(options.min_rows + masters.block_rows - 1)),
+        limit_(limit) {
+    for (const int rank : options.lost) {
+      used_[static_cast<size_t>(rank)] = placement_.shape.replicas;
+    }
+  }
 
   // The placement, if no rank is above the limit in it.
   [[nodiscard]] std::optional<Placement> run() {
@@ -135,7 +139,7 @@ class Attempt {
 
   Placement placement_;
   std::vector<int64_t> load_;  // [num_ranks]
-  std::vector<int> used_;      // [num_ranks] places for replicas
+  std::vector<int> used_;      // [num_ranks] places for replicas; all of a rank that is lost
   int64_t min_rows_;
   int64_t limit_;
 };
@@ -149,12 +153,13 @@ Placement place_replicas(
       masters_of(rows, {num_ranks, static_cast<int>(rows.size()), options.replicas});
   masters.block_rows = options.block_rows;
   Placement best = masters;
-  LimitSearch search(std::reduce(rows.begin(), rows.end()), num_ranks, best.busiest());
+  const int num_left = num_ranks - static_cast<int>(options.lost.size());
+  LimitSearch search(std::reduce(rows.begin(), rows.end()), num_left, best.busiest());
   while (!search.is_over()) {
     std::optional<Placement> found;
     int probe = 0;
     while (!found && search.tries(probe)) {
-      found = Attempt(masters, options.min_rows, search.limit(probe)).run();
+      found = Attempt(masters, options, search.limit(probe)).run();
       probe += found ? 0 : 1;
     }
     if (found) {

@@ -87,7 +87,10 @@ void check_balancing(
 }
 
 Balance balance_counts(
-    std::span<const RankCounts> counts, const Balancing& balancing, std::span<const int> domain_of
+    std::span<const RankCounts> counts,
+    const Balancing& balancing,
+    std::span<const int> domain_of,
+    std::span<const int> lost
 ) {
   const auto num_ranks = static_cast<int>(counts.size());
   std::vector<int32_t> routes;
@@ -100,7 +103,8 @@ Balance balance_counts(
         .min_rows = balancing.min_rows,
         .domain_of = {domain_of.begin(), domain_of.end()},
         .block_rows = balancing.block_rows,
-        .replica_rows = balancing.replica_rows};
+        .replica_rows = balancing.replica_rows,
+        .lost = {lost.begin(), lost.end()}};
     return plan_balance(routes, num_ranks, options);
   }
   const PhysicalExperts shape = {
@@ -109,7 +113,7 @@ Balance balance_counts(
   for (const RankCounts& one : counts) {
     std::ranges::transform(rows, one.routes, rows.begin(), std::plus());
   }
-  Placement spread = spread_rows(rows, shape, balancing.placement, balancing.block_rows);
+  Placement spread = spread_rows(rows, shape, balancing.placement, balancing.block_rows, lost);
   return share_out(routes, std::move(spread), domain_of);
 }
 

@@ -25,9 +25,13 @@ void check_balancing(
 );
 
 // Of `counts` by rank and expert: what `balancing`, which has been checked, makes of them.
-// `domain_of`: [num_ranks], or empty for one domain.
+// `domain_of`: [num_ranks], or empty for one domain. Ranks that are `lost` take no rows; there are
+// none of experts without a copy elsewhere (see drop_routes_to).
 [[nodiscard]] Balance balance_counts(
-    std::span<const RankCounts> counts, const Balancing& balancing, std::span<const int> domain_of
+    std::span<const RankCounts> counts,
+    const Balancing& balancing,
+    std::span<const int> domain_of,
+    std::span<const int> lost = {}
 );
 
 // The same routes of `source`, to physical experts.

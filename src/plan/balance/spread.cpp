@@ -67,39 +67,82 @@ class Pouring {
   std::vector<int64_t> load_;  // [num_ranks]
 };
 
-// What is less than a block goes back to the master.
-void leave_whole_blocks(Placement& placement) {
+// [num_experts] the places of each that may take rows, ascending, and last the one that takes what
+// is less than a block: its master, or where that is lost its last replica.
+std::vector<std::vector<int32_t>> open_places(
+    const Placement& placement, std::span<const int> lost
+) {
   const PhysicalExperts& shape = placement.shape;
+  std::vector<std::vector<int32_t>> places(static_cast<size_t>(shape.num_experts));
   for (int rank = 0; rank < shape.num_ranks; ++rank) {
-    for (int replica = 0; replica < shape.replicas; ++replica) {
-      const auto place = static_cast<size_t>(shape.place_of(rank, replica));
-      const int64_t rest = placement.rows[place] % placement.block_rows;
-      if (rest > 0) {
-        const auto master = static_cast<size_t>(shape.master_of(placement.expert[place]));
-        placement.rows[place] -= rest;
-        placement.rows[master] += rest;
+    for (int replica = 0; !is_among(lost, rank) && replica < shape.replicas; ++replica) {
+      const int place = shape.place_of(rank, replica);
+      const int32_t expert = placement.expert[static_cast<size_t>(place)];
+      if (expert >= 0) {
+        places[static_cast<size_t>(expert)].push_back(place);
       }
     }
+  }
+  for (int expert = 0; expert < shape.num_experts; ++expert) {
+    if (!is_among(lost, shape.owner_of(expert))) {
+      places[static_cast<size_t>(expert)].push_back(shape.master_of(expert));
+    }
+  }
+  return places;
+}
+
+void leave_whole_blocks(Placement& placement, std::span<const int32_t> places) {
+  for (const int32_t place : places.first(places.size() - 1)) {
+    const int64_t rest = placement.rows[static_cast<size_t>(place)] % placement.block_rows;
+    placement.rows[static_cast<size_t>(place)] -= rest;
+    placement.rows[static_cast<size_t>(places.back())] += rest;
   }
 }
 
 }  // namespace
 
+std::vector<int32_t> experts_without_copy(
+    const PhysicalExperts& shape, std::span<const int32_t> replicas, std::span<const int> lost
+) {
+  std::vector<bool> has_copy(static_cast<size_t>(shape.num_experts));
+  for (int expert = 0; expert < shape.num_experts; ++expert) {
+    has_copy[static_cast<size_t>(expert)] = !is_among(lost, shape.owner_of(expert));
+  }
+  for (size_t i = 0; i < replicas.size(); ++i) {
+    if (replicas[i] >= 0 && !is_among(lost, static_cast<int>(i) / shape.replicas)) {
+      has_copy[static_cast<size_t>(replicas[i])] = true;
+    }
+  }
+  std::vector<int32_t> without;
+  for (int expert = 0; expert < shape.num_experts; ++expert) {
+    if (!has_copy[static_cast<size_t>(expert)]) {
+      without.push_back(expert);
+    }
+  }
+  return without;
+}
+
 Placement spread_rows(
     std::span<const int64_t> rows,
     const PhysicalExperts& shape,
     std::span<const int32_t> replicas,
-    int64_t block_rows
+    int64_t block_rows,
+    std::span<const int> lost
 ) {
   Placement placement = masters_of(rows, shape);
-  std::vector<std::vector<int32_t>> places(rows.size());
-  for (int rank = 0; rank < shape.num_ranks; ++rank) {
-    for (int replica = 0; replica < shape.replicas; ++replica) {
-      const int32_t expert = replicas[static_cast<size_t>(rank * shape.replicas + replica)];
-      const int32_t place = shape.place_of(rank, replica);
-      placement.expert[static_cast<size_t>(place)] = expert;
-      if (expert >= 0) {
-        places[static_cast<size_t>(expert)].push_back(place);
+  for (size_t i = 0; i < replicas.size(); ++i) {
+    const int at = static_cast<int>(i);
+    const int place = shape.place_of(at / shape.replicas, at % shape.replicas);
+    placement.expert[static_cast<size_t>(place)] = replicas[i];
+  }
+  const std::vector<std::vector<int32_t>> places = open_places(placement, lost);
+  for (const int rank : lost) {
+    for (int expert = rank * shape.num_local(); expert < (rank + 1) * shape.num_local(); ++expert) {
+      if (const auto& open = places[static_cast<size_t>(expert)]; !open.empty()) {
+        std::swap(
+            placement.rows[static_cast<size_t>(shape.master_of(expert))],
+            placement.rows[static_cast<size_t>(open.back())]
+        );
       }
     }
   }
@@ -108,16 +151,19 @@ Placement spread_rows(
   for (int turn = 0; turn < kMostTurns && has_changed; ++turn) {
     has_changed = false;
     for (size_t expert = 0; expert < places.size(); ++expert) {
-      if (!places[expert].empty()) {
-        std::vector<int32_t> all = places[expert];
-        all.push_back(shape.master_of(static_cast<int>(expert)));
-        std::ranges::sort(all);
-        has_changed = pouring.pour(all) || has_changed;
+      if (places[expert].size() > 1) {
+        std::vector<int32_t> ascending = places[expert];
+        std::ranges::sort(ascending);
+        has_changed = pouring.pour(ascending) || has_changed;
       }
     }
   }
   placement.block_rows = block_rows;
-  leave_whole_blocks(placement);
+  for (size_t expert = 0; block_rows > 1 && expert < places.size(); ++expert) {
+    if (!places[expert].empty()) {
+      leave_whole_blocks(placement, places[expert]);
+    }
+  }
   return placement;
 }
 

@@ -50,7 +50,7 @@ Json floats_to_json(const std::vector<float>& values) {
   return list;
 }
 
-// The order of sums and replicas stand there if they are not the usual ones.
+// The order of sums, replicas and lost ranks stand there if they are not the usual ones.
 Json shape_to_json(const PlanShape& shape) {
   const PlanOptions& options = shape.options;
   Json json = {
@@ -79,6 +79,9 @@ Json shape_to_json(const PlanShape& shape) {
     if (options.balance.replica_rows > 0) {
       json["replica_rows"] = options.balance.replica_rows;
     }
+  }
+  if (!shape.lost.empty()) {
+    json["lost"] = shape.lost;
   }
   return json;
 }
@@ -317,6 +320,13 @@ void check_empty_places(const JsonNode& whole, const PlanData& plan) {
   }
 }
 
+void read_lost(const JsonNode& node, PlanShape& shape) {
+  shape.lost = node.integers<int>({}, 0, shape.num_ranks - 1);
+  const bool is_ascending =
+      std::ranges::adjacent_find(shape.lost, std::greater_equal()) == shape.lost.end();
+  node.require(is_ascending && !is_among(shape.lost, shape.rank), "other ranks, ascending");
+}
+
 PlanShape shape_from(const JsonNode& node) {
   PlanShape shape;
   shape.num_ranks = static_cast<int>(node["num_ranks"].integer(1, kMaxInt32));
@@ -342,6 +352,9 @@ PlanShape shape_from(const JsonNode& node) {
   }
   if (node.has("replicas")) {
     read_balance(node, shape);
+  }
+  if (node.has("lost")) {
+    read_lost(node["lost"], shape);
   }
   return shape;
 }

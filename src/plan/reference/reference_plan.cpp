@@ -244,7 +244,8 @@ Balance balance_of(
     std::span<const RouteTable> routes,
     int num_experts,
     const Balancing& balancing,
-    std::span<const int> domain_of
+    std::span<const int> domain_of,
+    std::span<const int> lost
 ) {
   std::vector<RankCounts> counts(routes.size());
   for (size_t rank = 0; rank < routes.size(); ++rank) {
@@ -255,7 +256,7 @@ Balance balance_of(
       }
     }
   }
-  return balance_counts(counts, balancing, domain_of);
+  return balance_counts(counts, balancing, domain_of, lost);
 }
 
 }  // namespace
@@ -265,19 +266,26 @@ std::vector<PlanData> reference_plans(
     int num_experts,
     const PlanOptions& options,
     std::span<const int64_t> row_budgets,
-    std::span<const int> domain_of
+    std::span<const int> domain_of,
+    std::span<const int> lost
 ) {
+  std::vector<PlanData> plans;
   if (options.balance.replicas > 0) {
-    const Balance balance = balance_of(routes, num_experts, options.balance, domain_of);
+    const Balance balance = balance_of(routes, num_experts, options.balance, domain_of, lost);
     std::vector<RouteTable> physical(routes.begin(), routes.end());
     for (size_t rank = 0; rank < physical.size(); ++rank) {
       physical[rank].expert = assign_routes(balance, static_cast<int>(rank), routes[rank].expert);
     }
-    return plans_of_physical(
+    plans = plans_of_physical(
         physical, balance.placement.shape.count(), resolved_options(options, balance), row_budgets
     );
+  } else {
+    plans = plans_of_physical(routes, num_experts, options, row_budgets);
   }
-  return plans_of_physical(routes, num_experts, options, row_budgets);
+  for (PlanData& plan : plans) {
+    plan.shape.lost.assign(lost.begin(), lost.end());
+  }
+  return plans;
 }
 
 }  // namespace weft

@@ -11,13 +11,15 @@
 namespace weft {
 
 // Drops what does not fit, whatever options.overflow says. Replicas are those of plan_balance or
-// options.balance. Throws nothing: the caller has checked.
+// options.balance, on ranks that are not lost; no route is to an expert without a copy on these,
+// and lost ranks have none. Throws nothing: the caller has checked.
 [[nodiscard]] std::vector<PlanData> reference_plans(
     std::span<const RouteTable> routes,  // by rank
     int num_experts,
     const PlanOptions& options,
     std::span<const int64_t> row_budgets = {},  // by rank, -1: exact; empty: options.row_budget
-    std::span<const int> domain_of = {}         // by rank, for replicas; empty: one domain
+    std::span<const int> domain_of = {},        // by rank, for replicas; empty: one domain
+    std::span<const int> lost = {}              // ascending
 );
 
 }  // namespace weft

@@ -101,7 +101,7 @@ def leaving_at(name, rank, num_ranks, group):
         assert ex.report() == report and ex.alive() == report.alive
 
     ex = exchange_of(group, num_ranks, on_loss=on_loss)
-    assert ex.report() == weft.CallReport(0, list(range(num_ranks)), [])
+    assert ex.report() == weft.CallReport(0, list(range(num_ranks)), [], [])
     for number in range(num_ranks):
 
         def step(now, number=number):
@@ -111,7 +111,8 @@ def leaving_at(name, rank, num_ranks, group):
         forward_and_backward(ex, num_ranks, step)
         if number < num_ranks - 1:
             left = list(range(number + 1, num_ranks))
-            assert told[number:] == [weft.CallReport(number + 1, left, [number])]
+            lost_experts = list(range(PER_RANK * (number + 1)))
+            assert told[number:] == [weft.CallReport(number + 1, left, [number], lost_experts)]
     assert ex.alive() == [rank] and ex.report().lost == []
 
 
@@ -139,7 +140,7 @@ def killed(rank, num_ranks, group, name):
 
     forward_and_backward(ex, num_ranks, step)
     forward_and_backward(ex, num_ranks, lambda _: None)
-    assert told == [weft.CallReport(1, [0, 2], [1])]
+    assert told == [weft.CallReport(1, [0, 2], [1], [2, 3])]
 
 
 @pytest.mark.parametrize("name", ["dispatch", "backward"])
@@ -164,7 +165,7 @@ def interrupted(rank, num_ranks, group):
             ex.plan(idx)
         return
     rows = weft.dispatch(plan, x).rows
-    assert ex.report() == weft.CallReport(1, [1, 2], [0])
+    assert ex.report() == weft.CallReport(1, [1, 2], [0], [0, 1])
     kept = is_alive(idx, [1, 2])
     torch.testing.assert_close(weft.combine(plan, rows).x, x * kept.sum(1, keepdim=True))
 
@@ -234,7 +235,7 @@ def refusing(rank, num_ranks, group):
     usual = weft.Exchange(group, **settings)
     with pytest.raises(weft.Unsupported, match="was not made with on_peer_loss = shrink"):
         usual.mask([1 - rank])
-    assert usual.report() == weft.CallReport(0, [0, 1], [])
+    assert usual.report() == weft.CallReport(0, [0, 1], [], [])
     with pytest.raises(weft.InvalidArgument, match="on_peer_loss = 'ignore' is unknown"):
         weft.Exchange(group, **settings, on_peer_loss="ignore")
     with pytest.raises(weft.InvalidArgument, match="on_loss = 3 is of the wrong type"):

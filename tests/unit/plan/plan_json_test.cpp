@@ -90,6 +90,25 @@ TEST(PlanJsonTest, RefusesReplicasThatCannotBe) {
                                "(no replica is there)"));
 }
 
+TEST(PlanJsonTest, HasRanksThatWereLost) {
+  json whole = json::parse(sample_plans()[0].to_json());
+  const Plan usual = Plan::from_json(whole.dump());
+  const auto with = [&](const json& lost) {
+    whole["shape"]["lost"] = lost;
+    return whole.dump();
+  };
+  const Plan plan = Plan::from_json(with({1}));
+  EXPECT_EQ(json::parse(plan.to_json())["shape"]["lost"], json({1}));
+  EXPECT_NE(plan, usual);
+  EXPECT_EQ(plan.load().mean, 2 * usual.load().mean);
+  EXPECT_EQ(
+      message_of([&] { static_cast<void>(Plan::from_json(with({0}), "plan.json")); }),
+      "load: plan.json: /shape/lost is a list of 1 (other ranks, ascending)"
+  );
+  EXPECT_NE(message_of([&] { static_cast<void>(Plan::from_json(with({2}))); }), "nothing");
+  EXPECT_NE(message_of([&] { static_cast<void>(Plan::from_json(with({1, 1}))); }), "nothing");
+}
+
 TEST(PlanJsonTest, IsTheSameTextForTheSamePlan) {
   const Plan plan = sample_plans()[1];
   EXPECT_EQ(Plan::from_json(plan.to_json()).to_json(), plan.to_json());
