@@ -6,7 +6,6 @@
 #include <array>
 #include <atomic>
 #include <csignal>
-#include <functional>
 #include <optional>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -14,6 +13,7 @@
 #include <unistd.h>
 
 #include "cpu/survive/roll.hpp"
+#include "fault/spare.hpp"
 #include "fault/survival_cases.hpp"
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
@@ -24,47 +24,6 @@ namespace weft::test {
 namespace {
 
 class ReadmissionTest : public testing::Test {};
-
-// In memory that processes share: by this a rank that is left calls a new process.
-class Letter {
- public:
-  void send(const Exchange& exchange) {
-    exchange.invitation().copy(text_.data(), text_.size() - 1);
-    is_there_.store(true);
-  }
-  [[nodiscard]] const char* await() const {
-    while (!is_there_.load()) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return text_.data();
-  }
-
- private:
-  std::array<char, 256> text_ = {};
-  std::atomic<bool> is_there_ = false;
-};
-
-// A process that is no rank yet.
-class Spare {
- public:
-  explicit Spare(const std::function<int()>& body) : pid_(::fork()) {
-    if (pid_ == 0) {
-      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-      int status = 1;
-      const auto thrown = thrown_by([&] { status = body(); });
-      ::_exit(thrown ? verdict(text_of(thrown)) : status);
-    }
-  }
-  // 128 + signal if it was killed.
-  [[nodiscard]] int status() const {
-    int status = 0;
-    ::waitpid(pid_, &status, 0);
-    return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
-  }
-
- private:
-  pid_t pid_;
-};
 
 // Takes a place as a new process does until it is a member, and goes no further.
 void take_place(int rank, const char* invitation) {
