@@ -216,8 +216,8 @@ class Exchange {
   // By all ranks that are left, between the same two calls: takes lost ranks in again, whose new
   // processes make the exchange by an invitation meanwhile. Then all go on together, and plans from
   // before are refused. Throws Error (kInvalidArgument) for ranks that are not lost; TimeoutError
-  // naming those that have not come within the timeout, PeerError if they are lost again: the
-  // exchange can be used on after these.
+  // naming those that have not come within the timeout, PeerError if they are lost again: on all
+  // ranks that are left the same, with the same members, and the exchange can be used on.
   void readmit(std::span<const int> ranks);
 
   // Local. To `sums`, int64 [1, num_ranks] on the exchange's device, adds `times` the microseconds

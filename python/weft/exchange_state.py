@@ -67,7 +67,8 @@ class ExchangeState:
         """By all ranks that are left, between the same two calls: takes lost ranks in again, whose
         new processes make their exchange meanwhile. Plans from before are refused then. Raises
         InvalidArgument for ranks that are not lost, TimeoutError with those that have not come
-        within the timeout, PeerError if they are lost again; the exchange can be used after these.
+        within the timeout, PeerError if they are lost again: on all ranks that are left the same,
+        and the exchange can be used on.
         """
         self.core.readmit(_numbers("readmit", ranks))
 

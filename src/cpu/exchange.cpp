@@ -203,9 +203,7 @@ void CpuExchange::run_attempts(Op op, const std::function<void()>& attempt) {
       throw;
     }
   }
-  if (settings_.on_loss && survival_ && !survival_->lost_in_call().empty()) {
-    settings_.on_loss(report());
-  }
+  tell_losses();
   if (refusal) {
     std::rethrow_exception(refusal);
   }

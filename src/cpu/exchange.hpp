@@ -91,9 +91,10 @@ class CpuExchange : public Executor {
   // The same exchange among those that are members now, after so many calls; a rank that joins
   // again hears the number from the others.
   void reconnect(uint64_t num_calls);
-  // The same until it works.
+  // The same until it works for all members.
   void reconnect_at_last(uint64_t num_calls);
   void rejoin(const Group& group, const Invitation& invitation);
+  void tell_losses() const;  // to whom wants to know of those of the last call
   [[nodiscard]] IsLost is_lost() const {
     return [this](int rank) { return survival_ != nullptr && survival_->is_lost(rank); };
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // PeerLoss::kShrink: ranks die, leave, are stopped and given up, and the others go on with the bits
 // of a group that never had them.
+
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -18,7 +19,6 @@
 
 #include "fault/survival_cases.hpp"
 #include "support/errors.hpp"
-#include "support/process_memory.hpp"
 #include "survivors/shared.hpp"
 #include "survivors/storm.hpp"
 #include "survivors/survivors.hpp"
@@ -278,197 +278,6 @@ TEST_F(SurvivalTest, IsRefusedWhereItCannotBe) {
         text_of(thrown_by([&] { Exchange(group, config); })).find("on_peer_loss"), std::string::npos
     );
   });
-}
-
-// Rank 2 dies, the others go on, and the next process takes its place, again and again.
-TEST_F(SurvivalTest, ANewProcessTakesThePlaceOfALostRank) {
-  constexpr int kNumLives = 4;
-  struct Board {
-    std::array<std::array<char, 256>, kNumLives> invitation = {};
-    std::array<std::atomic<bool>, kNumLives> is_there = {};
-  };
-  const ExchangeSetup setup = setup_of(4, "shm");
-  const SurvivorRounds rounds(setup, {});
-  const Shared<Board> board;
-  // Of one life of rank 2; all but the last end in their second round.
-  const auto live = [&](Exchange& exchange, int life) {
-    const auto seed = static_cast<uint64_t>(10 * life);
-    const bool is_mortal = exchange.rank() == 2 && life + 1 < kNumLives;
-    std::string problem = rounds.run(exchange, seed);
-    problem += rounds.run(exchange, seed + 1, [&](int call) {
-      if (is_mortal && call == 1) {
-        std::raise(SIGKILL);
-      }
-    });
-    return problem + rounds.run(exchange, seed + 2);
-  };
-  std::vector<pid_t> spares;
-  for (int life = 1; life < kNumLives; ++life) {
-    const auto at = static_cast<size_t>(life);
-    const pid_t spare = ::fork();
-    if (spare == 0) {
-      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-      while (!board->is_there[at].load()) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-      const Group group = Group::rejoin(2, board->invitation[at].data());
-      std::string problem;
-      const auto thrown = thrown_by([&] {
-        Exchange exchange = shrinking(group, setup);
-        exchange.refuse(Op::kCombine, "a plan that this rank does not have");
-        problem = live(exchange, life);
-      });
-      ::_exit(verdict(thrown ? text_of(thrown) : problem));
-    }
-    spares.push_back(spare);
-  }
-  const auto statuses = run_forked(4, [&](const Group& group) {
-    Exchange exchange = shrinking(group, setup);
-    std::string problem = live(exchange, 0);
-    std::optional<int64_t> mappings;
-    for (int life = 1; life < kNumLives; ++life) {
-      const auto at = static_cast<size_t>(life);
-      const Matrix idx(DType::kInt32, 0, 4);
-      const Plan old = exchange.plan({.topk_idx = idx.view()});
-      if (group.rank() == 3) {  // whose word counts as well as that of the first
-        exchange.invitation().copy(board->invitation[at].data(), 255);
-        board->is_there[at].store(true);
-      }
-      exchange.readmit(std::vector<int>{2});
-      const Matrix none(DType::kFloat32, 0, setup.hidden);
-      const auto thrown = thrown_by([&] { exchange.combine(old, {.rows = none.view()}, {}); });
-      if (text_of(thrown).find("from before ranks joined again") == std::string::npos) {
-        problem += text_of(thrown);
-      }
-      problem += live(exchange, life);
-      const int64_t now = measure_process_memory().num_shared_mappings;
-      if (life + 1 < kNumLives && now != mappings.value_or(now)) {
-        problem += fmt::format("{} shared mappings, {} before", now, *mappings);
-      }
-      mappings = now;
-    }
-    return verdict(problem);
-  });
-  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 128 + SIGKILL, 0}));
-  for (size_t i = 0; i < spares.size(); ++i) {
-    int status = 0;
-    ::waitpid(spares[i], &status, 0);
-    const bool is_last = i + 1 == spares.size();
-    EXPECT_TRUE(is_last ? WIFEXITED(status) && WEXITSTATUS(status) == 0 : WIFSIGNALED(status))
-        << "life " << i + 1;
-  }
-}
-
-// Whoever was given up may live on, in the old place of a new process: it hears of it or not.
-TEST_F(SurvivalTest, WhoHasLostItsPlaceToANewProcessChangesNothing) {
-  struct Board {
-    std::array<char, 256> invitation = {};
-    std::atomic<bool> is_there = false;
-    std::atomic<bool> is_back = false;
-    std::atomic<bool> is_gone = false;
-    std::atomic<pid_t> old = 0;
-  };
-  const auto await = [](const std::atomic<bool>& flag) {
-    for (int i = 0; i < 20'000 && !flag.load(); ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return flag.load() ? "" : "waited in vain";
-  };
-  for (const bool is_stopped : {false, true}) {
-    ExchangeSetup setup = setup_of(3, "shm");
-    setup.timeout = std::chrono::seconds(is_stopped ? 3 : 60);
-    const SurvivorRounds rounds(setup, {});
-    const Shared<Board> board;
-    const auto live_on = [&](Exchange& exchange) {
-      std::string problem = rounds.run(exchange, 10);
-      if (exchange.rank() == 0) {
-        board->is_back.store(true);
-        ::kill(board->old.load(), SIGCONT);
-      }
-      problem += await(board->is_gone);
-      problem += rounds.run(exchange, 11);
-      problem += rounds.run(exchange, 12);
-      const CallReport report = exchange.report();
-      return text(report.alive) == "0,1,2" ? problem : problem + "; alive " + text(report.alive);
-    };
-    const pid_t spare = ::fork();
-    if (spare == 0) {
-      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-      static_cast<void>(await(board->is_there));
-      const Group group = Group::rejoin(1, board->invitation.data());
-      Exchange exchange = shrinking(group, setup);
-      std::string problem;
-      const auto thrown = thrown_by([&] { problem = live_on(exchange); });
-      ::_exit(verdict(thrown ? text_of(thrown) : problem));
-    }
-    const auto statuses = run_forked(3, [&](const Group& group) {
-      std::optional<Exchange> exchange(shrinking(group, setup));
-      std::string problem = rounds.run(*exchange, 1);
-      if (group.rank() == 1) {
-        board->old.store(::getpid());
-      }
-      group.barrier();
-      if (group.rank() == 0 && !is_stopped) {
-        exchange->mask(std::vector<int>{1});
-      }
-      const auto thrown = thrown_by([&] {
-        problem += rounds.run(*exchange, 2, [&](int call) {
-          if (group.rank() == 1 && call == 1) {
-            std::raise(SIGSTOP);
-          }
-        });
-      });
-      if (group.rank() == 1) {
-        problem += await(board->is_back);
-        exchange.reset();
-        board->is_gone.store(true);
-        return verdict(thrown && thrown->is_peer_error ? problem : text_of(thrown));
-      }
-      if (group.rank() == 0) {
-        exchange->invitation().copy(board->invitation.data(), 255);
-        board->is_there.store(true);
-      }
-      exchange->readmit(std::vector<int>{1});
-      return verdict(problem + live_on(*exchange));
-    });
-    EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0})) << "stopped: " << is_stopped;
-    int status = 0;
-    ::waitpid(spare, &status, 0);
-    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "stopped: " << is_stopped;
-  }
-}
-
-TEST_F(SurvivalTest, SaysWhyARankCannotComeBack) {
-  const ExchangeSetup setup = setup_of(2, "shm");
-  run_threads(2, [&](const Group& group) {
-    ExchangeConfig config = setup.config();
-    config.on_peer_loss = PeerLoss::kShrink;
-    config.timeout = std::chrono::milliseconds(200);
-    std::optional<Exchange> exchange(std::in_place, group, config);
-    const std::string invitation = exchange->invitation();
-    const std::vector<int> other = {1 - group.rank()};
-    EXPECT_EQ(thrown_by([&] { exchange->readmit(other); })->code, ErrorCode::kInvalidArgument);
-    group.barrier();
-    if (group.rank() == 1) {
-      exchange.reset();
-      const Group again = Group::rejoin(1, invitation);
-      const auto thrown = thrown_by([&] { Exchange(again, config); });
-      EXPECT_TRUE(thrown->is_timeout);
-      EXPECT_NE(text_of(thrown).find("have not called readmit within 0.2 s"), std::string::npos);
-    } else {
-      const Matrix idx(DType::kInt32, 0, 4);
-      static_cast<void>(exchange->plan({.topk_idx = idx.view()}));
-      EXPECT_EQ(text(exchange->report().alive), "0");
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));
-      const auto thrown = thrown_by([&] { exchange->readmit(other); });
-      EXPECT_EQ(text_of(thrown).substr(0, 40), "readmit: rank 1 did not come within 0.2 ");
-      static_cast<void>(exchange->plan({.topk_idx = idx.view()}));
-    }
-  });
-  EXPECT_EQ(
-      thrown_by([&] { static_cast<void>(Group::rejoin(1, "weft-12")); })->code,
-      ErrorCode::kInvalidArgument
-  );
 }
 
 // Deaths at any moment, several in a run and during recovery too, until one rank is left.

@@ -4,6 +4,7 @@
 #include <array>
 #include <span>
 
+#include "core/clock.hpp"
 #include "cpu/exchange.hpp"
 #include "group/control_plane.hpp"
 #include "plan/balance/balance.hpp"
@@ -44,6 +45,9 @@ Meeting meet(const Group& group, const std::vector<int>& members, const Meeting&
     const auto at = static_cast<size_t>(rank);
     const auto theirs = block_value<Meeting>(blocks[at], at, context_of(group));
     known = known.num_calls == kUnknownCalls ? theirs : known;
+  }
+  if (known.num_calls == kUnknownCalls) {  // who could tell is lost, and all plans with it
+    known.num_calls = 0;
   }
   return known;
 }
@@ -93,10 +97,10 @@ void CpuExchange::reconnect(uint64_t num_calls) {
 }
 
 void CpuExchange::reconnect_at_last(uint64_t num_calls) {
-  for (;;) {
+  for (bool is_over = false; !is_over;) {
     try {
       reconnect(num_calls);
-      return;
+      is_over = survival_->finish_call("readmit");
     } catch (const Error& error) {
       if (error.code() == ErrorCode::kInvalidArgument ||
           !survival_->settle("readmit", error.code())) {
@@ -113,9 +117,11 @@ void CpuExchange::rejoin(const Group& group, const Invitation& invitation) {
   context_.transport = settings_.transport;
   survival_ = std::make_unique<Survival>(group, context_, settings_.timeout);
   workers_ = std::make_unique<WorkerPool>(settings_.num_threads);
+  survival_->begin_call();
   reconnect_at_last(kUnknownCalls);
 }
 
+// Like a call: it ends in the same way, and with the same members, on all that are left.
 void CpuExchange::readmit(std::span<const int> ranks) {
   if (!survival_) {
     Executor::readmit(ranks);
@@ -132,9 +138,23 @@ void CpuExchange::readmit(std::span<const int> ranks) {
         context_.num_ranks
     );
   }
-  survival_->readmit(ranks);
-  reconnect_at_last(board_->last_call());
+  if (ranks.empty()) {
+    return;
+  }
+  const uint64_t num_calls = board_->last_call();
+  survival_->begin_call();
+  const std::vector<int> missing = survival_->readmit(ranks);
+  reconnect_at_last(num_calls);
+  tell_losses();
   for (const int rank : ranks) {
+    WEFT_CHECK(
+        context_,
+        survival_->has_come(rank),
+        ErrorCode::kTimeout,
+        "readmit: {} did not come within {}",
+        rank_list(missing.empty() ? ranks : missing),
+        seconds_text(settings_.timeout)
+    );
     WEFT_CHECK(
         context_,
         !survival_->is_lost(rank),
@@ -192,6 +212,12 @@ std::vector<int> CpuExchange::lost_ranks() const {
 std::vector<int32_t> CpuExchange::lost_experts(const Balancing& balance) const {
   const PhysicalExperts shape = {context_.num_ranks, settings_.num_experts, balance.replicas};
   return experts_without_copy(shape, balance.placement, lost_ranks());
+}
+
+void CpuExchange::tell_losses() const {
+  if (settings_.on_loss && survival_ && !survival_->lost_in_call().empty()) {
+    settings_.on_loss(report());
+  }
 }
 
 void CpuExchange::mask(std::span<const int> ranks) {

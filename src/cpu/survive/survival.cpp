@@ -42,7 +42,8 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
       timeout_(timeout),
       source_(shared_by(group, context)),
       roll_(*source_, group),
-      members_(roll_.members()) {
+      members_(roll_.members()),
+      before_(members_) {
   if (invitation_of(group)) {
     join();
   }
@@ -94,32 +95,38 @@ std::string Survival::invitation() const {
   return invitation.text();
 }
 
-void Survival::readmit(std::span<const int> ranks) {
-  std::vector<int> all(ranks.begin(), ranks.end());
-  all.insert(all.end(), members_.ranks.begin(), members_.ranks.end());
-  std::ranges::sort(all);
+// Whose time is up proposes the members as they are: by that all know that it is over.
+std::vector<int> Survival::readmit(std::span<const int> ranks) {
   const Deadline deadline(timeout_);
-  while (!adopt("readmit")) {
+  std::vector<int> missing;
+  for (bool is_called_off = false; !is_called_off && !has_come(ranks.front());) {
     const uint32_t doorbell = roll_.doorbell();
-    std::vector<int> missing;
+    const Roll::Members known = members_;
+    if (adopt("readmit")) {
+      is_called_off = known.ranks == members_.ranks && known.lives == members_.lives;
+      continue;
+    }
+    missing.clear();
     std::ranges::copy_if(ranks, std::back_inserter(missing), [this](int rank) {
       return !roll_.asks(rank);
     });
+    std::vector<int> next = members_.ranks;
     if (missing.empty()) {
-      roll_.propose(members_, call_ + 1, all);
+      next.insert(next.end(), ranks.begin(), ranks.end());
+    }
+    if (missing.empty() || deadline.has_passed()) {
+      roll_.propose(members_, call_, next);
       continue;
     }
     roll_.beat();
-    WEFT_CHECK(
-        context_,
-        !deadline.has_passed(),
-        ErrorCode::kTimeout,
-        "readmit: {} did not come within {}",
-        rank_list(missing),
-        seconds_text(timeout_)
-    );
     roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
   }
+  return missing;
+}
+
+bool Survival::has_come(int rank) const {
+  const auto at = static_cast<size_t>(rank);
+  return members_.lives[at] > before_.lives[at];
 }
 
 void Survival::look() const {
@@ -166,7 +173,7 @@ bool Survival::is_over(Vigil& wait) {
 
 void Survival::begin_call() {
   ++call_;
-  lost_in_call_.clear();
+  before_ = members_;
   {
     const std::lock_guard lock(mutex_);
     silent_.clear();
@@ -315,8 +322,6 @@ bool Survival::adopt(std::string_view op) {
   };
   tell(lost, "lost");
   tell(back, "back");
-  lost_in_call_.insert(lost_in_call_.end(), lost.begin(), lost.end());
-  std::ranges::sort(lost_in_call_);
   members_ = next;
   round_ = 0;
   const std::lock_guard lock(mutex_);

@@ -51,6 +51,7 @@ class Survival {
   // Since the last call of it, ranks have joined again, perhaps this one.
   [[nodiscard]] bool takes_newcomers() { return std::exchange(has_newcomers_, false); }
 
+  // A call, or a change of the members that all take part in as in a call.
   void begin_call();
   // This rank has all that it needs of the call. True once that holds for all members; false if the
   // members have changed and the call has to be made again. Throws TimeoutError.
@@ -62,10 +63,12 @@ class Survival {
   // whose stores nothing keeps away, unless it has left.
   void give_up(std::span<const int> ranks);
   // Of the last call.
-  [[nodiscard]] const std::vector<int>& lost_in_call() const { return lost_in_call_; }
-  // Waits until these ask to be taken in, or the members have changed otherwise. Throws
-  // TimeoutError.
-  void readmit(std::span<const int> ranks);
+  [[nodiscard]] std::vector<int> lost_in_call() const { return before_.beside(members_); }
+  // After begin_call(): waits until these ask to be taken in and are, or a member has waited for
+  // the timeout. Either holds on all members when the call is finished. Returns who is missing.
+  [[nodiscard]] std::vector<int> readmit(std::span<const int> ranks);
+  // The rank has been taken in since begin_call(), even if it was lost again.
+  [[nodiscard]] bool has_come(int rank) const;
   [[nodiscard]] std::string invitation() const;
   // Others shall not wait for this rank any more.
   void leave() { roll_.leave(); }
@@ -88,8 +91,8 @@ class Survival {
   Roll roll_;
   Roll::Members members_;
   uint64_t call_ = 0;
-  uint64_t round_ = 0;  // of all_gather in this epoch
-  std::vector<int> lost_in_call_;
+  uint64_t round_ = 0;    // of all_gather in this epoch
+  Roll::Members before_;  // when the call began
   bool has_strays_ = false;
   bool has_newcomers_ = false;
   std::mutex mutex_;

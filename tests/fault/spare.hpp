@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Processes that take the places of lost ranks, and how they are called.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <functional>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
+
+#include "fault/survival_cases.hpp"
+#include "support/errors.hpp"
+
+namespace weft::test {
+
+// In memory that processes share: by this a rank that is left calls a new process.
+class Letter {
+ public:
+  void send(const Exchange& exchange) {
+    exchange.invitation().copy(text_.data(), text_.size() - 1);
+    is_there_.store(true);
+  }
+  [[nodiscard]] const char* await() const {
+    while (!is_there_.load()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return text_.data();
+  }
+
+ private:
+  std::array<char, 256> text_ = {};
+  std::atomic<bool> is_there_ = false;
+};
+
+// A process that is no rank yet.
+class Spare {
+ public:
+  explicit Spare(const std::function<int()>& body) : pid_(::fork()) {
+    if (pid_ == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      int status = 1;
+      const auto thrown = thrown_by([&] { status = body(); });
+      ::_exit(thrown ? verdict(text_of(thrown)) : status);
+    }
+  }
+  // 128 + signal if it was killed.
+  [[nodiscard]] int status() const {
+    int status = 0;
+    ::waitpid(pid_, &status, 0);
+    return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  }
+
+ private:
+  pid_t pid_;
+};
+
+}  // namespace weft::test
