@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long after a death does the call end on all who are left (PeerLoss::kShrink), and what does
-// that readiness cost while nobody dies?
+// How long after a death does the call end on all who are left (PeerLoss::kShrink), how long does a
+// new process need to take the place, and what does that readiness cost while nobody dies?
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
@@ -13,6 +13,8 @@
 #include <iostream>
 #include <iterator>
 #include <string>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
 #include <vector>
@@ -39,6 +41,20 @@ constexpr int kDeathRanks = 8;
 constexpr int kHung = 128 + SIGALRM;
 constexpr std::chrono::seconds kBound(120);  // of a rank's life
 
+test::ExchangeSetup eight_ranks() {
+  test::ExchangeSetup setup;
+  setup.num_ranks = kDeathRanks;
+  setup.num_experts = 2 * kDeathRanks;
+  setup.transport = "shm";
+  return setup;
+}
+
+Exchange shrinking(const Group& group) {
+  ExchangeConfig config = eight_ranks().config();
+  config.on_peer_loss = PeerLoss::kShrink;
+  return {group, config};
+}
+
 // --- deaths ---
 
 // What the ranks of one death tell the parent: nanoseconds of the clock, 0 for none.
@@ -54,15 +70,9 @@ int64_t nanoseconds() {
 // A rank of one death. The victim dies by itself at a random moment; the others make rounds until
 // they have heard of it, and one more; these two rounds are compared with the reference.
 int live(const Group& group, uint64_t seed, Times& times) {
-  test::ExchangeSetup setup;
-  setup.num_ranks = kDeathRanks;
-  setup.num_experts = 2 * kDeathRanks;
-  setup.transport = "shm";
-  const test::SurvivorRounds rounds(setup, {});
-  ExchangeConfig config = setup.config();
-  config.on_peer_loss = PeerLoss::kShrink;
+  const test::SurvivorRounds rounds(eight_ranks(), {});
   ::alarm(static_cast<unsigned>(kBound.count()));
-  Exchange exchange(group, config);
+  Exchange exchange = shrinking(group);
   RandomSource random(seed);
   const auto victim = static_cast<int>(random.below(kDeathRanks));
   const std::chrono::microseconds delay(random.between(0, 100'000));
@@ -123,6 +133,113 @@ Json measure_deaths(int num_deaths, uint64_t seed) {
       {"transport", "shm"},
       {"ranks", kDeathRanks},
       {"deaths", num_deaths},
+      {"wrong", num_wrong},
+      {"hung", num_hung},
+      {"ms_p50", rounded(program::percentile(ms, 50), 1)},
+      {"ms_p99", rounded(program::percentile(ms, 99), 1)},
+  };
+}
+
+// --- readmissions ---
+
+// What the ranks of one readmission tell each other: nanoseconds of the clock, 0 for none.
+struct Return {
+  std::array<char, 256> invitation = {};
+  std::atomic<bool> is_invited = false;
+  std::atomic<int64_t> begin = 0;                          // the new process calls rejoin
+  std::array<std::atomic<int64_t>, kDeathRanks> end = {};  // the first call with it
+};
+
+// The first round of all ranks, as each of them makes it.
+int go_on_together(Exchange& exchange, uint64_t seed, Return& times) {
+  const test::SurvivorRounds rounds(eight_ranks(), {});
+  const std::string problem = rounds.run(exchange, seed, [&](int call) {
+    if (call == 1) {
+      times.end[static_cast<size_t>(exchange.rank())] = nanoseconds();
+    }
+  });
+  if (!problem.empty()) {
+    std::cerr << problem << std::endl;
+  }
+  return problem.empty() && exchange.report().alive.size() == kDeathRanks ? 0 : 1;
+}
+
+[[noreturn]] void come_back(int rank, uint64_t seed, Return& times) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  ::alarm(static_cast<unsigned>(kBound.count()));
+  while (!times.is_invited) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  int status = 1;
+  try {
+    times.begin = nanoseconds();
+    Exchange exchange = shrinking(Group::rejoin(rank, times.invitation.data()));
+    status = go_on_together(exchange, seed, times);
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+  }
+  ::_exit(status);
+}
+
+int await_return(const Group& group, int victim, uint64_t seed, Return& times) {
+  ::alarm(static_cast<unsigned>(kBound.count()));
+  Exchange exchange = shrinking(group);
+  const test::SurvivorRounds rounds(eight_ranks(), {});
+  std::string problem = rounds.run(exchange, seed, [&](int call) {
+    if (call == 1 && group.rank() == victim) {
+      std::raise(SIGKILL);
+    }
+  });
+  if (exchange.report().alive.front() == group.rank()) {
+    exchange.invitation().copy(times.invitation.data(), times.invitation.size() - 1);
+    times.is_invited = true;
+  }
+  exchange.readmit(std::array{victim});
+  const int status = go_on_together(exchange, seed + 1, times);
+  return problem.empty() ? status : 1;
+}
+
+Json measure_readmissions(int num_returns, uint64_t seed) {
+  std::vector<double> ms;
+  int num_wrong = 0;
+  int num_hung = 0;
+  RandomSource random(seed);
+  program::Progress progress("readmissions");
+  for (int number = 0; number < num_returns; ++number) {
+    progress.update(static_cast<double>(number) / num_returns);
+    const test::Shared<Return> times;
+    const auto victim = static_cast<int>(random.below(kDeathRanks));
+    const uint64_t own_seed = seed + static_cast<uint64_t>(number) * 1000;
+    const pid_t spare = ::fork();
+    if (spare == 0) {
+      come_back(victim, own_seed + 1, *times);
+    }
+    const auto body = [&](const Group& group) {
+      return await_return(group, victim, own_seed, *times);
+    };
+    auto statuses = run_forked(kDeathRanks, body, {.notice = 2 * kBound});
+    int status = 0;
+    ::waitpid(spare, &status, 0);
+    statuses[static_cast<size_t>(victim)] =
+        WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+    const bool is_hung = std::ranges::count(statuses, kHung) > 0;
+    num_hung += is_hung ? 1 : 0;
+    if (std::ranges::count(statuses, 0) != kDeathRanks) {
+      num_wrong += is_hung ? 0 : 1;
+      continue;
+    }
+    int64_t latest = 0;
+    for (const auto& end : times->end) {
+      latest = std::max(latest, end.load());
+    }
+    ms.push_back(static_cast<double>(latest - times->begin) / 1e6);
+  }
+  return {
+      {"op", "readmission"},
+      {"executor", "cpu"},
+      {"transport", "shm"},
+      {"ranks", kDeathRanks},
+      {"readmissions", num_returns},
       {"wrong", num_wrong},
       {"hung", num_hung},
       {"ms_p50", rounded(program::percentile(ms, 50), 1)},
@@ -251,23 +368,29 @@ void print(const Json& rows) {
 }
 
 int run(int argc, char** argv) {
-  CLI::App app("How soon do survivors go on, and what does it cost to be ready for that?");
+  CLI::App app(
+      "How soon do survivors go on, and a new process with them, and what does it cost to be ready "
+      "for that?"
+  );
   std::string json_path;
   int num_deaths = 200;
+  int num_returns = 200;
   int num_samples = 50;
   uint64_t seed = 1;
   bool is_smoke = false;
   app.add_option("--deaths", num_deaths, "How many deaths; 0: none")->capture_default_str();
+  app.add_option("--readmissions", num_returns, "How many of them; 0: none")->capture_default_str();
   app.add_option(
          "--samples", num_samples, "Of the cost in case A; case D has 20 times as many; 0: none"
   )
       ->capture_default_str();
-  app.add_option("--seed", seed, "Of the deaths")->capture_default_str();
+  app.add_option("--seed", seed, "Of deaths and readmissions")->capture_default_str();
   app.add_option("--json", json_path, "Write the results to this file");
   app.add_flag("--smoke", is_smoke, "Small, as a test");
   CLI11_PARSE(app, argc, argv);
   if (is_smoke) {
     num_deaths = std::min(num_deaths, 2);
+    num_returns = std::min(num_returns, 2);
     num_samples = std::min(num_samples, 2);
   }
   ::setenv("WEFT_LOG", "error", 0);  // each loss is a warning
@@ -275,6 +398,9 @@ int run(int argc, char** argv) {
   Json rows = Json::array();
   if (num_deaths > 0) {  // first: it forks
     rows.push_back(measure_deaths(num_deaths, seed));
+  }
+  if (num_returns > 0) {
+    rows.push_back(measure_readmissions(num_returns, seed));
   }
   if (num_samples > 0) {
     rows.push_back(measure_cost({.name = 'A', .tokens = 512, .iterations = num_samples}, hidden));

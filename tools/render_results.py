@@ -37,6 +37,7 @@ LAYER |= {"backward us": ("backward_us_p50", 0), "times faster than alltoall": (
 LAYER |= {"peak GiB": ("peak_bytes", 2, 2**-30), "without parameters and gradients": ("other_bytes", 2, 2**-30)}
 LAYER |= {"exchange beside it, GiB": ("exchange_bytes", 2, 2**-30)}
 DEATH = {key: (key, 0) for key in ("ranks", "deaths", "wrong", "hung")} | {"p50 ms": ("ms_p50", 0), "p99 ms": ("ms_p99", 0)}
+RETURN = {key: (key, 0) for key in ("ranks", "readmissions", "wrong", "hung")} | {"p50 ms": ("ms_p50", 0), "p99 ms": ("ms_p99", 0)}
 COST = {"case": "case", "samples": ("samples", 0), "without, p50 us": ("us_p50_fail", 0), "with, p50 us": ("us_p50", 0)}
 COST |= {"more, us": ("more_us", 1), "more, %": ("more_percent", 2)}
 STEP = {"mode": "mode", "s/step": ("seconds", 4), "times faster": ("ratio", 2)}
@@ -121,6 +122,8 @@ def kind_of(row, run):
         return step_heading(run), STEP, row
     if row["op"] == "death":
         return f"From a death to the end of the call on all others ({row['executor']}, {row['transport']})", DEATH, row
+    if row["op"] == "readmission":
+        return f"From a new process's call of rejoin to the end of the first call with it on all ranks ({row['executor']}, {row['transport']})", RETURN, row
     if row["op"] == "shrink_cost":
         ranks = f"{row['ranks']} ranks ({row['executor']}, {row['transport']})"
         return f"Plan, dispatch and combine while nobody dies, {ranks}, {shape(row)}", COST, row

@@ -437,5 +437,67 @@ TEST_F(ReadmissionTest, ThoseWhoComeBackGoOnWhenAllOthersAreLost) {
   EXPECT_EQ(second.status(), 0);
 }
 
+// Lives that are two apart share a line of the roll.
+TEST_F(ReadmissionTest, WhoLeavesLateDoesNotLeaveForTheNextButOne) {
+  struct Board {
+    std::array<Letter, 2> letters;
+    std::atomic<bool> is_asking = false;
+    std::atomic<bool> is_gone = false;
+  };
+  const auto await = [](const std::atomic<bool>& flag) {
+    while (!flag.load()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  };
+  ExchangeSetup setup = setup_of(2, "shm");
+  setup.timeout = std::chrono::seconds(5);
+  const SurvivorRounds rounds(setup, {});
+  const Shared<Board> board;
+  const Spare first([&] {
+    take_place(1, board->letters[0].await());
+    return std::raise(SIGKILL);
+  });
+  const Spare second([&] {
+    ::alarm(60);
+    const auto source = make_shm_memory();
+    Roll roll(*source, Group::rejoin(1, board->letters[1].await()));
+    roll.be_next(roll.members());
+    roll.ask(true);
+    board->is_asking.store(true);
+    await(board->is_gone);
+    for (int i = 0; i < 10'000 && !roll.is_in(roll.members()); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return roll.is_in(roll.members()) ? 0 : 1;
+  });
+  const auto statuses = run_forked(2, [&](const Group& group) {
+    std::optional<Exchange> exchange(shrinking(group, setup));
+    std::string problem = rounds.run(*exchange, 1);
+    group.barrier();
+    if (group.rank() == 1) {
+      await(board->is_asking);
+      exchange.reset();
+      board->is_gone.store(true);
+      return verdict(problem);
+    }
+    exchange->mask(std::vector<int>{1});
+    problem += rounds.run(*exchange, 2);
+    for (Letter& letter : board->letters) {
+      letter.send(*exchange);
+      if (&letter == &board->letters[1]) {
+        await(board->is_gone);
+      }
+      const auto thrown = thrown_by([&] { exchange->readmit(std::vector<int>{1}); });
+      if (text_of(thrown).find("was lost again") == std::string::npos) {
+        problem += text_of(thrown);
+      }
+    }
+    return verdict(problem + rounds.run(*exchange, 3));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+  EXPECT_EQ(first.status(), 128 + SIGKILL);
+  EXPECT_EQ(second.status(), 0);
+}
+
 }  // namespace
 }  // namespace weft::test

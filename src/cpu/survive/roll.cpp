@@ -218,6 +218,11 @@ Roll::Members Roll::members() const {
 }
 
 void Roll::leave() {
+  // A process forked by this one leaves nothing, nor does who lost its place: the next life but one
+  // may have the line by now.
+  if (read(own_line().pid) != static_cast<uint64_t>(::getpid())) {
+    return;
+  }
   ask(false);
   write(own_line().has_left, life_ + 1);
   bell_.ring();
