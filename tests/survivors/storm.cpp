@@ -54,9 +54,9 @@ struct Board {
 // Thrown by a rank that leaves between two calls.
 struct Leaves {};
 
-template <class T, size_t N>
-T pick(RandomSource& random, const std::array<T, N>& values) {
-  return values[random.below(N)];
+template <class T, size_t size>
+T pick(RandomSource& random, const std::array<T, size>& values) {
+  return values[random.below(size)];
 }
 
 // No replicas, or some that each plan chooses, or some that stay where they are.
@@ -179,7 +179,7 @@ class StormRank {
   std::string run_rounds() {
     const SurvivorRounds rounds(storm_.setup, storm_.spec);
     for (uint64_t round = 0;; ++round) {
-      const std::string problem = rounds.run(*exchange_, storm_.seed + round, [&](int call) {
+      std::string problem = rounds.run(*exchange_, storm_.seed + round, [&](int call) {
         if (call < 3) {
           begin_step();
         }
