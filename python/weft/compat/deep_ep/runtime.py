@@ -113,13 +113,13 @@ class ExchangePool:
             self._exchanges[key] = new
             return new
 
-    def _can_lose(self, device: torch.device) -> bool:
+    def can_lose(self, device: torch.device) -> bool:
         """Whether exchanges there go on without lost ranks."""
         return self._on_loss is not None and device.type == "cpu" and len(self.group.domains) == 1
 
     def _loss_options(self, device: torch.device) -> dict[str, Any]:
         """Of an exchange there."""
-        if not self._can_lose(device):
+        if not self.can_lose(device):
             return {}
         kept = weakref.WeakMethod(self._hear)  # memory goes with the pool, which no circle keeps
 
@@ -135,11 +135,16 @@ class ExchangePool:
         self.mask(report.lost)
         self._on_loss(report.lost)
 
+    @property
+    def loses_ranks(self) -> bool:
+        """Whether there is an exchange that goes on without ranks that are lost."""
+        return any(self.can_lose(key[2]) for key in self._exchanges)
+
     def mask(self, ranks: Iterable[int]) -> bool:
         """Local. Exchanges that go on without ranks that are lost do so without these, from their
         next call on. False: there is none of that kind."""
         given = list(ranks)
-        can_lose = [one for key, one in self._exchanges.items() if self._can_lose(key[2])]
+        can_lose = [one for key, one in self._exchanges.items() if self.can_lose(key[2])]
         for exchange in can_lose:
             exchange.mask(given)
         return bool(can_lose)

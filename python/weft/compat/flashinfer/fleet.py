@@ -20,8 +20,9 @@ class Fleet:
     """The ranks and their buffer, for algorithm LOW_LATENCY in layout EXPERT_MAJOR.
 
     Ranks grow and shrink by `update_topology`, up to FleetAlgoKnobTopologyCapacity. With
-    FleetAlgoKnobFaultTolerance others can be masked; a call with a rank that does not come raises
-    after timeout_ms, and is made again without it once all others have masked it.
+    FleetAlgoKnobFaultTolerance others can be masked; on CPUs of one host a rank that is lost is
+    masked on all others by the call that loses it. Elsewhere a call with a rank that does not come
+    raises after timeout_ms, and is made again without it once all others have masked it.
     """
 
     handle_class: type  # `FleetHandle` with FlashInfer's `Handle`
@@ -61,6 +62,7 @@ class Fleet:
         self.buffer.update_memory_buffers(capacity, params.num_experts // capacity, 0)
         self.buffer.connect_ranks(list(range(bootstrap.world_size)))
         self._epoch = 0
+        self._known = self._active()  # when it was last set, cleared or changed on purpose
         self._is_destroyed = False
 
     def create_handle(self, params: Any, algo_knobs: Sequence[Any] = ()) -> Any:
@@ -83,6 +85,7 @@ class Fleet:
         elif new > old:
             self.buffer.connect_ranks(list(range(old, new)))
         self._bootstrap = bootstrap
+        self._known = self._active()
         if algo_knobs:
             self._set_knobs(_by_name(algo_knobs))
 
@@ -105,15 +108,13 @@ class Fleet:
         """Local. int32 [world_size]: 1 for ranks that take part, else 0; in `out` if given."""
         self._check_tolerance("query_active_mask")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        status = torch.empty(self.capacity, dtype=torch.int32, device=device)
-        self.buffer.query_mask_buffer(status)
-        active = (status[: self._bootstrap.world_size] == 0).to(torch.int32)
+        active = torch.tensor(self._active(), dtype=torch.int32, device=device)
         return active if out is None else out.copy_(active)
 
     def query_fault(self) -> bool:
-        """Local. False: no call masks a rank, it raises."""
+        """Local. Whether a call has masked ranks since the mask was set or faults were cleared."""
         self._check_tolerance("query_fault")
-        return False
+        return self._active() != self._known
 
     def set_active_mask(self, mask: Sequence[int] | Tensor) -> None:
         """Local, of all ranks that stay active. mask [world_size]: 1 for ranks that take part, this
@@ -125,14 +126,22 @@ class Fleet:
         check(active[rank], f"mask[{rank}] = 0 is this rank (expected another)")
         for other in set(range(size)) - {rank}:
             self.buffer.update_mask_buffer(other, mask=not active[other])
+        self._known = self._active()
         self._epoch += 1
 
     def clear_faults(self, *, readmit: bool = False) -> None:
-        """Local. readmit: all ranks take part again; all of them call it."""
+        """Local. readmit: all ranks that are not lost take part again; all of them call it."""
         self._check_tolerance("clear_faults")
         if readmit:
             self.buffer.clean_mask_buffer()
             self._epoch += 1
+        self._known = self._active()
+
+    def _active(self) -> list[int]:
+        """[world_size] 1 for ranks that take part."""
+        status = torch.empty(self.capacity, dtype=torch.int32, device="cpu")
+        self.buffer.query_mask_buffer(status)
+        return (status[: self._bootstrap.world_size] == 0).to(torch.int32).tolist()
 
     def _check_tolerance(self, name: str) -> None:
         if self._tolerance is None:

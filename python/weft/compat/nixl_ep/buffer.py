@@ -2,8 +2,9 @@
 """`Buffer` of NIXL EP: the low-latency calls of DeepEP under other names, on ranks that find each
 other by a store and may become more or fewer."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from weft.compat.deep_ep.config import get_low_latency_rdma_size_hint
 from weft.compat.deep_ep.handles import Handle, LowLatencyHandle
 from weft.compat.deep_ep.hooks import Hook, LastHooks
 from weft.compat.deep_ep.runtime import Call, ExchangePool, Runtime
+from weft.errors import PeerError
 from weft.streams import CommStream
 
 from .store import Meeting
@@ -31,12 +33,21 @@ class CallRanks:
 
     has_any = False  # nothing comes from other ranks
 
-    def __init__(self, ranks: tuple[int, ...], without: frozenset[int] = frozenset()) -> None:
-        """without: those of the ranks that are masked since, which a combine skips."""
+    def __init__(
+        self, ranks: tuple[int, ...], without: frozenset[int], masked: frozenset[int] | set[int]
+    ) -> None:
+        """without: those of the ranks that are masked since, which a combine skips. masked: those
+        of the buffer, as they change."""
         self.ranks = ranks
+        self._masked = masked
         self._places = {rank: i for i, rank in enumerate(ranks) if rank not in without}
         self._is_first = self._places == {i: i for i in range(len(ranks))}
         self._tables: dict[tuple, Tensor] = {}
+
+    def of(self, places: Tensor) -> Tensor:
+        """bool like places (any shape; as many as there are ranks: none): where they are masked."""
+        is_masked = [*(rank in self._masked for rank in self.ranks), True]
+        return torch.tensor(is_masked, device=places.device)[places]
 
     def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
         """topk_idx [T, K] as the call numbers the experts; what names none of theirs stays so."""
@@ -87,6 +98,10 @@ class Buffer(DeepEPBuffer):
     by then. The first call of such ranks is where they meet; who does not come, or comes with
     another mask, makes the others raise `weft.TimeoutError` after 300 s. What they need stays until
     one of them is disconnected.
+
+    In low-latency mode with CPU tensors on one host a call goes on without ranks that die, leave or
+    let the deadline pass: they are lost, which masks them on all others alike when it returns. Who
+    is lost comes back by `connect_ranks`. Elsewhere their end makes the others raise.
     """
 
     _HANDLE = NixlHandle
@@ -121,6 +136,7 @@ class Buffer(DeepEPBuffer):
         self._meeting.store = tcp_store_group
         self._remote: list[int] | None = None  # connected ones, in this order
         self._masked: set[int] = set()  # of those
+        self._lost: set[int] = set()  # of these
         self._runtimes: dict[tuple[int, ...], Runtime] = {}
         self._masks: dict[tuple, CallRanks] = {}
         self._stream = CommStream()
@@ -163,7 +179,8 @@ class Buffer(DeepEPBuffer):
     def connect_ranks(self, remote_ranks: Sequence[int], activate: bool = True) -> None:
         """Collective among this rank, those that it is connected with and remote_ranks, which they
         all then are; nothing if they were before. With or without this rank's own number, and in
-        any order. What one rank refuses, all do.
+        any order. What one rank refuses, all do. Of lost ranks their places are taken, by the same
+        process or another.
 
         activate=False: new ranks are masked until `update_mask_buffer` takes them in. A buffer for
         normal mode connects all ranks of its capacity, and once.
@@ -171,7 +188,7 @@ class Buffer(DeepEPBuffer):
         with Call("connect_ranks"):
             self._check_alive()
             check(self.group_size > 0, "update_memory_buffers comes first")
-            known = [self.rank, *(self._remote or ())]
+            known = {self.rank, *(self._remote or ())} - self._lost
             new = [rank for rank in dict.fromkeys(remote_ranks) if rank not in known]
             if not new and self._remote is not None:
                 return
@@ -182,9 +199,11 @@ class Buffer(DeepEPBuffer):
 
             sizes = f"num_ranks = {self.group_size} of {self.num_experts_per_rank} experts"
             self._meeting.agreed(ranks, "connect_ranks", check_ranks, sizes)
+            self._lost.difference_update(new)
+            self._masked.difference_update(new)
             if not activate:
                 self._masked.update(new)
-            self._remote = [*(self._remote or ()), *new]
+            self._remote = list(dict.fromkeys([*(self._remote or ()), *new]))
 
     def disconnect_ranks(self, remote_ranks: Sequence[int]) -> None:
         """Local, of all ranks that stay. remote_ranks: those that were connected last, in any
@@ -199,6 +218,7 @@ class Buffer(DeepEPBuffer):
             )
             self._remote = remote[: len(remote) - len(gone)]
             self._masked -= gone
+            self._lost -= gone
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             for ranks in [ranks for ranks in self._runtimes if gone & set(ranks)]:
@@ -248,24 +268,25 @@ class Buffer(DeepEPBuffer):
         and is no more than the capacity; None: that. An expert of a rank that has no part in the
         call is no choice. dispatch_wait_recv_cost_stats has R numbers. The handle has four items.
         """
-        ranks = self._call_ranks()
+        ranks, runtime = self._call_ranks(), self._runtime()
         if num_experts is None:
             num_experts = self.group_size * self.num_experts_per_rank
         self._mask = self._mask_of(ranks)
-        *made, handle, event, hook = super().low_latency_dispatch(
-            x,
-            topk_idx,
-            num_max_dispatch_tokens_per_rank,
-            num_experts,
-            cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
-            dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
-            use_fp8=use_fp8,
-            round_scale=round_scale,
-            use_ue8m0=use_ue8m0,
-            async_finish=async_finish,
-            return_recv_hook=return_recv_hook,
-        )
-        handle.ranks, handle.runtime = ranks, self.runtime
+        with self._by(ranks, runtime):
+            *made, handle, event, hook = super().low_latency_dispatch(
+                x,
+                topk_idx,
+                num_max_dispatch_tokens_per_rank,
+                num_experts,
+                cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
+                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+                use_fp8=use_fp8,
+                round_scale=round_scale,
+                use_ue8m0=use_ue8m0,
+                async_finish=async_finish,
+                return_recv_hook=return_recv_hook,
+            )
+        handle.ranks, handle.runtime = ranks, runtime
         return *made, handle, event, hook
 
     @functools.wraps(DeepEPBuffer.low_latency_combine)
@@ -279,14 +300,12 @@ class Buffer(DeepEPBuffer):
         **more: Any,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Of the ranks of the dispatch; those that are masked since are skipped."""
-        if isinstance(handle, NixlHandle):
-            masked = frozenset(set(handle.ranks) - set(self._call_ranks()))
-            self._mask = self._mask_of(handle.ranks, masked)
-            self._pinned = handle.runtime
-        try:
+        if not isinstance(handle, NixlHandle):  # which is refused
             return super().low_latency_combine(x, topk_idx, topk_weights, handle, *args, **more)
-        finally:
-            self._pinned = None
+        masked = frozenset(set(handle.ranks) - set(self._call_ranks()))
+        self._mask = self._mask_of(handle.ranks, masked)
+        with self._by(handle.ranks, handle.runtime):
+            return super().low_latency_combine(x, topk_idx, topk_weights, handle, *args, **more)
 
     dispatch = low_latency_dispatch
     combine = low_latency_combine
@@ -319,8 +338,8 @@ class Buffer(DeepEPBuffer):
 
     def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Local. Leaves another rank out of low-latency calls from the next dispatch on, or takes
-        a connected one in again. All ranks of a call do so; a combine comes from those of its
-        dispatch, and skips what is masked by then."""
+        a connected one in again, if it is not lost. All ranks of a call do so; a combine comes from
+        those of its dispatch, and skips what is masked by then."""
         with Call("update_mask_buffer"):
             self._check_alive()
             most = self.group_size - 1
@@ -330,6 +349,10 @@ class Buffer(DeepEPBuffer):
             check(not mask or is_other, f"rank_to_mask = {rank_to_mask} is this rank (another)")
             is_connected = rank_to_mask in (self.rank, *(self._remote or ()))
             check(mask or is_connected, f"rank_to_mask = {rank_to_mask} is not connected")
+            is_lost = rank_to_mask in self._lost
+            check(
+                mask or not is_lost, f"rank_to_mask = {rank_to_mask} is lost (connect_ranks first)"
+            )
             if not mask:
                 self._masked.discard(rank_to_mask)
             elif is_connected:
@@ -337,7 +360,7 @@ class Buffer(DeepEPBuffer):
 
     def query_mask_buffer(self, mask_status: Tensor) -> None:
         """Local. Fills mask_status int32 [num_ranks]: 0 for ranks that take part, 1 for those that
-        are masked, -1 for those that are not connected."""
+        are masked or lost, -1 for those that are not connected."""
         with Call("query_mask_buffer"):
             self._check_alive()
             check_tensor("mask_status", mask_status, torch.int32, [self.group_size])
@@ -347,10 +370,10 @@ class Buffer(DeepEPBuffer):
             mask_status.copy_(torch.tensor(found, dtype=torch.int32))
 
     def clean_mask_buffer(self) -> None:
-        """Local. Takes all connected ranks in again."""
+        """Local. Takes all connected ranks in again that are not lost."""
         with Call("clean_mask_buffer"):
             self._check_alive()
-            self._masked.clear()
+            self._masked &= self._lost
 
     # What they are called in the class that this one is made of.
     low_latency_update_mask_buffer = update_mask_buffer
@@ -398,7 +421,7 @@ class Buffer(DeepEPBuffer):
         """Kept, with its tables on GPUs."""
         key = (ranks, without)
         if key not in self._masks:
-            self._masks[key] = CallRanks(*key)
+            self._masks[key] = CallRanks(*key, self._masked)
         return self._masks[key]
 
     def _runtime(self) -> Runtime:
@@ -406,12 +429,31 @@ class Buffer(DeepEPBuffer):
         if self._pinned is not None:
             return self._pinned
         ranks = self._call_ranks()
-        if ranks not in self._runtimes:
-            new = Runtime(self._meeting.of(ranks), self.timeout_ms / 1000)
+        if ranks not in self._runtimes or self._runtimes[ranks].exchanges.lost:
+            lose = functools.partial(_lose, ranks, self._masked, self._lost)
+            on_loss = lose if self.low_latency_mode else None
+            new = Runtime(self._meeting.of(ranks), self.timeout_ms / 1000, on_loss)
             new.stream = self._stream
             self._runtimes[ranks] = new
         self.runtime = self._runtimes[ranks]
         return self.runtime
+
+    @contextlib.contextmanager
+    def _by(self, ranks: tuple[int, ...], runtime: Runtime) -> Iterator[None]:
+        """A call of theirs, whoever is lost meanwhile. A rank that the others have gone on without
+        has lost all of them."""
+        self._pinned = runtime
+        try:
+            yield
+        except PeerError:
+            if runtime.exchanges.loses_ranks:
+                others = set(ranks) - {self.rank}
+                self._masked |= others
+                self._lost |= others
+                self._runtimes.pop(ranks, None)  # they meet anew
+            raise
+        finally:
+            self._pinned = None
 
     @property
     def _pool(self) -> ExchangePool | None:
@@ -431,3 +473,10 @@ class Buffer(DeepEPBuffer):
             f"{self.group_size} ranks)",
         )
         return ranks
+
+
+def _lose(ranks: tuple[int, ...], masked: set[int], lost: set[int], places: Iterable[int]) -> None:
+    """places: of those of the ranks that a call has lost."""
+    gone = {ranks[place] for place in places}
+    masked |= gone
+    lost |= gone

@@ -1,10 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of `nixl_ep.Buffer` that become more or fewer while others go on."""
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 from buffer_cases import gather
-from nixl_cases import NUM_MAX, WAYS, exchange, make_case, meeting, sized
+from nixl_cases import (
+    NUM_MAX,
+    WAYS,
+    check_rows,
+    connected,
+    exchange,
+    make_case,
+    meeting,
+    rows_of,
+    sized,
+    sums,
+)
 
 import weft
 from weft.compat.nixl_ep import store
@@ -131,3 +146,54 @@ def apart(rank, num_ranks, group, folder):
 
 def test_ranks_that_ask_for_others(ranks, tmp_path):
     ranks(apart, 2, str(tmp_path))
+
+
+def lost(rank, num_ranks, group, way, how, folder):
+    """Rank 1 is lost by a dispatch or a combine of the others, who go on, and comes back."""
+    case = make_case(rank, num_ranks, group)
+    given = meeting(rank, num_ranks, group, way, folder)
+    buffer = connected(rank, num_ranks, given, timeout_ms=1000 if how == "late" else 30000)
+    exchange(case, buffer)
+    if how == "combine":
+        recv_x, count, handle, *_ = buffer.dispatch(case.x, case.idx, NUM_MAX, use_fp8=False)
+        check_rows(case, recv_x, count, handle)
+    if rank != 1:
+        if how == "combine":
+            rows = [rows_of(one, recv_x.shape) for one in range(num_ranks)]
+            out, *_ = buffer.combine(rows[rank], case.idx, case.weights, handle)
+            want = sums(case, rows, masked=[1])
+            torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.02)
+            assert status_of(buffer) == [0, 1, 0]
+        exchange(case, buffer, [0, 2])
+        assert status_of(buffer) == [0, 1, 0]
+        buffer.clean_mask_buffer()
+        assert status_of(buffer) == [0, 1, 0]
+        with pytest.raises(AssertionError, match="rank_to_mask = 1 is lost"):
+            buffer.update_mask_buffer(1)
+        exchange(case, buffer, [0, 2])
+    elif how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "late":
+        time.sleep(3)
+        with pytest.raises(weft.PeerError, match="this rank was given up"):
+            exchange(case, buffer)
+        assert status_of(buffer) == [1, 0, 1]
+    else:
+        buffer.destroy()
+        buffer = sized(rank, num_ranks, given)
+    if how == "killed":
+        return
+    buffer.connect_ranks([0, 1, 2])
+    assert status_of(buffer) == [0, 0, 0]
+    exchange(case, buffer)
+    gather(group, None)
+
+
+@pytest.mark.parametrize("way", ["file", "tcp", "group"])
+@pytest.mark.parametrize("how", ["dispatch", "combine", "late"])
+def test_a_lost_rank_is_masked_on_all_others_and_comes_back(ranks, way, how, tmp_path):
+    ranks(lost, 3, way, how, str(tmp_path))
+
+
+def test_a_killed_rank_is_masked_on_all_others(ranks, tmp_path):
+    ranks(lost, 3, "file", "killed", str(tmp_path), dying=(1,))
