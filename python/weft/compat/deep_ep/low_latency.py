@@ -183,8 +183,7 @@ class LowLatencyMode:
             with stream.call(device, inputs, async_finish=is_async) as work:
                 self._hooks.receive()
                 routes = self._mask.routes(topk_idx, num_experts, local)
-                may_lose = self._mask.has_any or self._pool.can_lose(device)
-                counted = None if may_lose else stats
+                counted = None if self._mask.has_any or self.enable_shrink else stats
                 with _NOTHING if waits is None else exchange.waits_added(waits):
                     given = (routes, x, topk_weights, counted, global_scale)
                     plan, blocks = dispatch_blocks(exchange, options, *given, is_later)
