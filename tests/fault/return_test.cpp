@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <csignal>
 #include <iterator>
 #include <optional>
@@ -16,6 +17,7 @@
 
 #include "fault/spare.hpp"
 #include "fault/survival_cases.hpp"
+#include "group/control_plane.hpp"
 #include "plan/random_routing.hpp"
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
@@ -146,10 +148,12 @@ TEST(ReturnTest, RanksAreLostAndComeBackManyTimes) {
       );
     }
   }
-  const auto statuses = run_forked(4, [&](const Group& group) {
+  const auto body = [&](const Group& group) {
     Exchange exchange = shrinking(group, returns.setup());
     return verdict(returns.stay(exchange));
-  });
+  };
+  // Nearly all of it comes after the first deaths.
+  const auto statuses = run_forked(4, body, {.notice = std::chrono::seconds(90)});
   EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 128 + SIGKILL, 0}));
   for (const Spare& supervisor : supervisors) {
     EXPECT_EQ(supervisor.status(), 0);

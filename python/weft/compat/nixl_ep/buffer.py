@@ -272,7 +272,7 @@ class Buffer(DeepEPBuffer):
         if num_experts is None:
             num_experts = self.group_size * self.num_experts_per_rank
         self._mask = self._mask_of(ranks)
-        self.enable_shrink = runtime.exchanges.can_lose(x.device)
+        self.enable_shrink = isinstance(x, Tensor) and runtime.exchanges.can_lose(x.device)
         with self._by(ranks, runtime):
             *made, handle, event, hook = super().low_latency_dispatch(
                 x,
