@@ -244,6 +244,52 @@ TEST_F(GpuProcessesTest, RowsThatComeTooLateAreHeardOfLater) {
   });
 }
 
+// Rank 0 has nothing left to do when rank 1 puts its rows into memory that is new to rank 0.
+TEST_F(GpuProcessesTest, AnExchangeMayEndBeforeItsCallsHave) {
+  ExchangeSetup setup = gpu_setup(2, num_gpus_);
+  setup.timeout = 5s;
+  Case spec;
+  spec.num_tokens = {20, 30};
+  spec.calls = "dc";
+  const CaseData data = make_case_data(setup, spec);
+  const std::vector<int> statuses = run_forked(2, [&](const Group& group) {
+    Exchange exchange = make_exchange(group, setup);
+    FaultRank own(exchange, data);
+    own.make_plan();
+    exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
+    exchange.check();
+    const auto bytes = static_cast<size_t>(
+        own.dispatch_out.rows.rows * own.dispatch_out.rows.cols *
+        dtype_bytes(own.dispatch_out.rows.dtype)
+    );
+    std::vector<std::byte> first(bytes);
+    std::vector<std::byte> second(bytes);
+    const auto read = [&](std::vector<std::byte>& to) {
+      WEFT_CUDA(
+          Context{}, cudaMemcpy(to.data(), own.dispatch_out.rows.data, bytes, cudaMemcpyDefault)
+      );
+    };
+    read(first);
+    const TestStream stream(exchange.config().device);
+    group.barrier();
+    const CallOptions call = {.stream = stream.get()};
+    std::optional<Buffer> rows;
+    if (group.rank() == 0) {
+      exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out, call);
+      const Exchange ended = std::move(exchange);
+    } else {
+      std::this_thread::sleep_for(200ms);  // rank 0 is about to end by now, most likely
+      rows.emplace(exchange.allocate(8192, 8192, DType::kBFloat16));
+      own.dispatch_out.rows.data = rows->tensor().data;
+      exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out, call);
+    }
+    stream.wait();
+    read(second);
+    return second == first ? 0 : 2;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
 TEST_F(GpuProcessesTest, HearThatARankDied) {
   expect_end_is_heard(SIGKILL, {});
 }

@@ -204,14 +204,13 @@ void CudaExchange::set_epoch(uint64_t epoch) {
 }
 
 CudaExchange::~CudaExchange() {
-  // A thread of another GPU may destroy it; a kernel of ours may still run.
+  // A thread of another GPU may destroy it; kernels of ours may still run, in any stream.
   on_device_quietly(settings_.device.index, "exchange", [&] {
-    static_cast<void>(cudaStreamSynchronize(own_->stream.get()));
+    memory_->close();
     if (!broken_ && has_fault()) {
       const std::string text = fault_text(*own_->fault.get(), view_, {});
       log(LogLevel::kWarn, "exchange: its last calls failed, and nobody was told: {}", text);
     }
-    memory_->close();
     return cudaSuccess;
   });
 }

@@ -481,6 +481,13 @@ void PeerRegions::close() {
   if (std::exchange(is_closed_, true)) {
     return;
   }
+  // Kernels of this rank that still run may meet new memory of the others, who go by whether this
+  // rank has left: until it has ended they find it here, with its threads.
+  try {
+    source_.quiesce();
+  } catch (const Error& error) {  // after a failed kernel nothing runs any more
+    log(LogLevel::kDebug, "peer memory: close: {}", error.what());
+  }
   is_stopped_.store(true, std::memory_order_release);
   tell(rank_);
   for (std::thread* thread : {&mapper_, &settler_}) {
@@ -488,12 +495,7 @@ void PeerRegions::close() {
       thread->join();
     }
   }
-  transport_->close();  // first: whoever waits for this rank gives up
-  try {
-    source_.quiesce();
-  } catch (const Error& error) {  // after a failed kernel nothing runs any more
-    log(LogLevel::kDebug, "peer memory: close: {}", error.what());
-  }
+  transport_->close();
   for (auto& of_rank : mapped_) {
     for (Mapped& mapped : of_rank) {
       mapped.data.reset();

@@ -146,8 +146,9 @@ class PeerRegions {
   // Region 0 of any rank as this GPU maps it, from construction to close().
   [[nodiscard]] std::byte* control_of(int rank) const;
   [[nodiscard]] PeerState peer_state(int rank) const { return transport_->peer_state(rank); }
-  // Tells peers that this rank leaves, waits for its running kernels and unmaps the memory of
-  // others; its own stays until destruction, and as long as a peer maps it. Again: no effect.
+  // Waits for the running kernels of this GPU, tells peers that this rank leaves and unmaps the
+  // memory of others; its own stays until destruction, and as long as a peer maps it. Again: no
+  // effect.
   void close();
   // Whether no living peer maps this rank's memory any more.
   [[nodiscard]] bool is_unmapped_by_peers() const;

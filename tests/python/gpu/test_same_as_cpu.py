@@ -373,7 +373,18 @@ def both(rank, num_ranks, group, name):
         fused_a2a.reset_hybrid_ep_buffer()
         fused_a2a._uccl_buffer = None
     for i, (cpu, gpu) in enumerate(zip(*results, strict=True)):
-        assert cpu.dtype == gpu.dtype and torch.equal(cpu, gpu), f"result {i} of {name}"
+        assert_same(cpu, gpu, f"result {i} of {name}")
+
+
+def assert_same(cpu, gpu, what):
+    assert (cpu.dtype, cpu.shape) == (gpu.dtype, gpu.shape), what
+    if not torch.equal(cpu, gpu):
+        differ = (cpu.float() != gpu.float()).nonzero()
+        first = tuple(differ[0].tolist())
+        raise AssertionError(
+            f"{what}, {list(cpu.shape)}: {len(differ)} elements differ in rows "
+            f"{differ[:, 0].unique().tolist()[:20]}, first at {first}: {cpu[first]}, not {gpu[first]}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
