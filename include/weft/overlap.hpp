@@ -140,8 +140,8 @@ struct StagePair {
 [[nodiscard]] int overlapped_sms(int num_gpu_sms, bool is_copied_dispatch);
 
 // Whether copy engines carry the rows of a call that shares its GPU with computation. The
-// environment variable WEFT_COPY_ENGINES says auto, never or always, the same on every rank; auto
-// is never for now. Throws Error (kInvalidArgument) for another value.
-[[nodiscard]] bool overlapped_copies();
+// environment variable WEFT_COPY_ENGINES says auto, never or always, the same on every rank. Throws
+// Error (kInvalidArgument) for another value.
+[[nodiscard]] bool overlapped_copies(int hidden, int num_ranks);
 
 }  // namespace weft::overlap

@@ -116,8 +116,9 @@ bool uses_copy_engines(const TrainConfig& config, const Group& group) {
     return false;
   }
   const CopyEngines choice = config.overlap.copy_engines;
-  return choice == CopyEngines::kAuto ? overlap::overlapped_copies()
-                                      : choice == CopyEngines::kAlways;
+  return choice == CopyEngines::kAuto
+             ? overlap::overlapped_copies(config.model.hidden, group.num_ranks())
+             : choice == CopyEngines::kAlways;
 }
 
 Exchange make_exchange(

@@ -173,6 +173,8 @@ void bind_overlap(nb::module_& m) {
   m.def(
       "overlapped_copies",
       &overlapped_copies,
+      nb::arg("hidden"),
+      nb::arg("num_ranks"),
       "Whether copy engines carry the rows of a call that shares its GPU with computation."
   );
 }

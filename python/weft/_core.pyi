@@ -356,7 +356,7 @@ NODE_LANES: dict[str, str]
 def overlapped_sms(num_gpu_sms: int, is_copied_dispatch: bool) -> int:
     """Multiprocessors of a call that shares its GPU with computation."""
 
-def overlapped_copies() -> bool:
+def overlapped_copies(hidden: int, num_ranks: int) -> bool:
     """
     Whether copy engines carry the rows of a call that shares its GPU with computation.
     """

@@ -569,7 +569,7 @@ class Exchange(ExchangeState):
         """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
         return (
             self._on_gpu
-            and overlap_settings.copies()
+            and overlap_settings.copies(self.hidden, self.num_ranks)
             and self.num_ranks > 1
             and not self.is_between_gpu_domains
             and not torch.cuda.is_current_stream_capturing()

@@ -29,12 +29,12 @@ def sms(is_copied_dispatch: bool = False) -> int:
     return _core.overlapped_sms(_gpu_sms, is_copied_dispatch) if _gpu_sms else 0
 
 
-def copies() -> bool:
+def copies(hidden: int, num_ranks: int) -> bool:
     """Whether a call goes by copy engines. WEFT_COPY_ENGINES is auto, never or always.
 
     Raises InvalidArgument (a ValueError) for another value.
     """
-    return _gpu_sms is not None and _copies()
+    return _gpu_sms is not None and _copies(hidden, num_ranks)
 
 
 _copies = functools.cache(_core.overlapped_copies)

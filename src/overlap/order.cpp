@@ -131,9 +131,12 @@ int overlapped_sms(int num_gpu_sms, bool is_copied_dispatch) {
   return std::max(2, num_gpu_sms * (is_copied_dispatch ? 16 : 8) / 33 / 2 * 2);
 }
 
-// Not by themselves until losses have been seen to be equal again with them (docs/overlap.md).
-bool overlapped_copies() {
-  return Env::read().copy_engines == CopyEngines::kAlways;
+// From so many elements of a token on, copy engines cost computation less (docs/overlap.md). Their
+// room grows with the ranks, so with more than 8 they are not chosen.
+bool overlapped_copies(int hidden, int num_ranks) {
+  const CopyEngines choice = Env::read().copy_engines;
+  const bool is_better = hidden >= 2048 && num_ranks <= 8;
+  return choice == CopyEngines::kAlways || (choice == CopyEngines::kAuto && is_better);
 }
 
 }  // namespace weft::overlap

@@ -144,12 +144,6 @@ void CudaExchange::set_up(uint64_t stamp) {
   if (settings_.copy_engines) {
     const auto peers = static_cast<uint64_t>(context_.num_ranks - 1);
     packed_.create(peers * control_map_.copied_stride, context_);
-    if (peers > 0 && context_.rank == 0) {
-      log(LogLevel::kWarn,
-          "exchange: room for copy engines, which have not been seen right beside computation "
-          "since "
-          "a defect of combine was mended (docs/overlap.md)");
-    }
   }
   weft::prepare_plan(plan_map_);
   prepare_imported_plan();

@@ -13,23 +13,26 @@
 namespace weft::moe {
 namespace {
 
-bool takes_copies(int num_ranks, CopyEngines choice, bool is_overlapped = true) {
+bool takes_copies(int num_ranks, CopyEngines choice, int hidden, bool is_overlapped = true) {
   TrainConfig config;
   config.device = {Device::Kind::kCuda, 0};
   config.overlap.is_on = is_overlapped;
   config.overlap.copy_engines = choice;
+  config.model.hidden = hidden;
   return uses_copy_engines(config, Group::local(num_ranks)[0]);
 }
 
-TEST(CopyEnginesTest, CarryRowsOnlyIfAsked) {
-  EXPECT_FALSE(takes_copies(2, CopyEngines::kAuto));
-  EXPECT_TRUE(takes_copies(2, CopyEngines::kAlways));
-  EXPECT_FALSE(takes_copies(2, CopyEngines::kNever));
+TEST(CopyEnginesTest, CarryLongRows) {
+  EXPECT_FALSE(takes_copies(2, CopyEngines::kAuto, 2032));
+  EXPECT_TRUE(takes_copies(8, CopyEngines::kAuto, 2048));
+  EXPECT_FALSE(takes_copies(9, CopyEngines::kAuto, 2048));
+  EXPECT_TRUE(takes_copies(2, CopyEngines::kAlways, 16));
+  EXPECT_FALSE(takes_copies(2, CopyEngines::kNever, 7168));
 }
 
 TEST(CopyEnginesTest, NeedPeersOnGpusAndComputation) {
-  EXPECT_FALSE(takes_copies(1, CopyEngines::kAlways));
-  EXPECT_FALSE(takes_copies(2, CopyEngines::kAlways, false));
+  EXPECT_FALSE(takes_copies(1, CopyEngines::kAlways, 7168));
+  EXPECT_FALSE(takes_copies(2, CopyEngines::kAlways, 7168, false));
   TrainConfig config;
   config.overlap = {.is_on = true, .copy_engines = CopyEngines::kAlways};
   EXPECT_FALSE(uses_copy_engines(config, Group::local(2)[0]));  // on the host

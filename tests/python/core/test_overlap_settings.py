@@ -92,22 +92,27 @@ def choose(monkeypatch):
     overlap_settings._copies.cache_clear()
 
 
-@pytest.mark.parametrize("choice, expected", [("auto", False), ("never", False), ("always", True)])
-def test_copy_engines_only_where_there_is_computation(choose, choice, expected):
+@pytest.mark.parametrize(
+    "choice, short, long", [("auto", False, True), ("never", False, False), ("always", True, True)]
+)
+def test_copy_engines_only_where_there_is_computation(choose, choice, short, long):
     choose(choice)
-    assert not overlap_settings.copies()
+    assert not overlap_settings.copies(7168, 2)
     with overlap_settings.overlapped():
-        assert overlap_settings.copies() is expected
-    assert not overlap_settings.copies()
+        assert overlap_settings.copies(2032, 2) is short
+        assert overlap_settings.copies(7168, 2) is long
+        assert overlap_settings.copies(7168, 8) is long
+        assert overlap_settings.copies(7168, 9) is short
+    assert not overlap_settings.copies(7168, 2)
 
 
 def test_refuses_another_choice(choose):
     choose("")
     with overlap_settings.overlapped():
-        assert not overlap_settings.copies()
+        assert overlap_settings.copies(7168, 2)
     choose("sometimes")
     with overlap_settings.overlapped(), pytest.raises(ValueError, match="sometimes. is not one of"):
-        overlap_settings.copies()
+        overlap_settings.copies(7168, 2)
 
 
 def on_a_cpu(rank, num_ranks, group):
