@@ -120,6 +120,7 @@ void PlanWorld::load(const CaseData& data) {
     call.num_tokens = static_cast<int32_t>(data.spec.num_tokens[r]);
     call.ignores_unknown = routing.ignores_unknown;
     call.topk = from_map ? setup_.max_topk : data.spec.topk;
+    call.by_topk = FastDivide(static_cast<uint32_t>(call.topk));
     call.weights = nullptr;
     call.has_weights = data.spec.has_plan_weights;
     if (data.spec.has_plan_weights) {

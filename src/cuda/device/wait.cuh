@@ -285,6 +285,7 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
       me.local->done = 0;
       me.local->grid = 0;
       me.local->placed = 0;
+      me.local->recorded = 0;
       if (epoch % kRenewalCalls < kRenewalsInARow && !is_stopped(me)) {
         if constexpr (kRenewsApart) {
           renew_signals_apart(me, epoch);

@@ -19,9 +19,10 @@ namespace weft {
 struct SeenPlan {
   enum : uint32_t { kNotYet, kHere, kGivenUp };
   uint32_t sizes;  // CallSetup::tokens holds
-  uint32_t plan;   // this rank's plan is made, with the records of all ranks
+  uint32_t slots;  // where the rows of all ranks go on this one
+  uint32_t shape;  // of this rank's plan
 
-  __device__ void clear() { sizes = plan = kNotYet; }
+  __device__ void clear() { sizes = slots = shape = kNotYet; }
 };
 
 // All lanes of one warp set the flag.
@@ -63,10 +64,15 @@ __device__ inline void watch_plan(const PlanLaunch& call, CallSetup& setup, Seen
   __syncwarp();
   tell_block(seen.sizes, is_good);
   if (is_good && rank == 0) {
-    is_good = await_plan(call, setup.epoch);
+    is_good = await_slots(call, setup.epoch);
   }
   __syncwarp();
-  tell_block(seen.plan, is_good);
+  tell_block(seen.slots, is_good);
+  if (is_good && rank == 0) {
+    is_good = await_parts(me, setup.epoch);
+  }
+  __syncwarp();
+  tell_block(seen.shape, is_good);
 }
 
 class EagerFanOut {
@@ -110,21 +116,18 @@ class EagerFanOut {
         move_extras(records);
       }
     }
-    if ((call_.has_padding || has_extras(call_)) && await_block(seen_.plan)) {
+    if ((call_.has_padding || call_.out_experts != nullptr) && await_block(seen_.shape)) {
       for (int part = warp_; part < num_padding_parts(call_); part += num_warps_) {
         zero_padding(call_, part);
       }
       clear_experts(call_, warp_, num_warps_);
-      if (warp_ == 0) {
-        tell_counts(call_);
-      }
     }
   }
 
-  // Waits for the plan. No slots if the call is given up.
+  // Waits for the slots. None if the call is given up.
   __device__ __forceinline__ void find_slots(ArrivalRecords& records) const {
     int2 entry = {-1, 0};
-    if (await_block(seen_.plan) && lane_index() < call_.topk) {
+    if (await_block(seen_.slots) && lane_index() < call_.topk) {
       const EagerSlot* slots = eager_slots_of(me_, static_cast<uint32_t>(records.source));
       entry = reinterpret_cast<const int2*>(slots + records.chunk * call_.topk)[lane_index()];
     }

@@ -56,12 +56,18 @@ WEFT_HD PlanSharedMap shared_map(const PlanLaunch& call) {
   return {map.num_ranks, map.num_experts, map.max_tokens * static_cast<uint32_t>(call.topk)};
 }
 
-__device__ void run_plan(const PlanLaunch& call, uint64_t number, SmallPlanShared& small) {
+__device__ void run_plan(
+    const RoutedDispatchLaunch& call, uint64_t number, SmallPlanShared& small
+) {
   if (threadIdx.x == 0) {
     small.call = number;
   }
-  const PlanShared shared = carve(shared_map(call), dynamic_shared, small);
-  make_routed_plan(call, static_cast<uint32_t>(number), shared);
+  const PlanShared shared = carve(shared_map(call.plan), dynamic_shared, small);
+  make_routed_plan(call.plan, static_cast<uint32_t>(number), shared, [&] {
+    if (warp_in_block() == 0) {
+      tell_counts(call.dispatch);
+    }
+  });
 }
 
 // One warp of the grid.
@@ -102,7 +108,7 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
         send_routing(call.plan, epoch);
       }
       if constexpr (kReceives) {
-        run_plan(call.plan, number, small);
+        run_plan(call, number, small);
       }
     } else {
       clear_progress(progress);

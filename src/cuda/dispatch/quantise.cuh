@@ -171,47 +171,45 @@ __device__ __forceinline__ void quantise_row_as(
     const Targets& targets,
     std::byte* scale_target
 ) {
-  constexpr int kAhead = 4;  // loads in flight; a guess
   constexpr int kGroupLanes = Format::kGroup / kLaneElements;
-  for (int32_t begin = span.first; begin < span.last; begin += kAhead * kQuantiseStep) {
-    uint4 loaded[kAhead];
+  const auto load = [&](int32_t at) {
+    return at < span.last ? ptx::load_16(row + at) : uint4{0, 0, 0, 0};
+  };
+  uint4 next = load(span.first + lane_index() * 16);
+  // Not unrolled: where there are few rows, most of the time is that of fetching instructions.
+#pragma unroll 1
+  for (int32_t begin = span.first; begin < span.last; begin += kQuantiseStep) {
+    const int32_t at = begin + lane_index() * 16;
+    const uint4 loaded = next;
+    next = load(at + kQuantiseStep);
+    const bool is_inside = at < span.last;
+    const auto* halves = reinterpret_cast<const uint16_t*>(&loaded);
+    LaneValues values;
+    float largest = 0;
 #pragma unroll
-    for (int step = 0; step < kAhead; ++step) {
-      const int32_t at = begin + step * kQuantiseStep + lane_index() * 16;
-      loaded[step] = at < span.last ? ptx::load_16(row + at) : uint4{0, 0, 0, 0};
+    for (int i = 0; i < kLaneElements; ++i) {
+      values[i] = bf16_to_float(halves[i]);
+      largest = Format::larger(largest, values[i]);
     }
 #pragma unroll
-    for (int step = 0; step < kAhead; ++step) {
-      const int32_t at = begin + step * kQuantiseStep + lane_index() * 16;
-      const bool is_inside = at < span.last;
-      const auto* halves = reinterpret_cast<const uint16_t*>(loaded + step);
-      LaneValues values;
-      float largest = 0;
-#pragma unroll
-      for (int i = 0; i < kLaneElements; ++i) {
-        values[i] = bf16_to_float(halves[i]);
-        largest = Format::larger(largest, values[i]);
-      }
-#pragma unroll
-      for (int lanes = kGroupLanes / 2; lanes > 0; lanes /= 2) {
-        largest = Format::larger(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
-      }
-      const typename Format::Scale scale = format.scale(largest);
-      const auto packed = format.pack(values, scale);
-      using Packed = std::remove_const_t<decltype(packed)>;
-      constexpr int32_t kShrink = 16 / sizeof(Packed);
-      for_each_target(targets, [&](std::byte* target) {
-        if (is_inside) {
-          *reinterpret_cast<Packed*>(target + at / kShrink) = packed;
-        }
-      });
-      for_each_target({scale_target, nullptr}, [&](std::byte* target) {
-        if (is_inside && lane_index() % kGroupLanes == 0) {
-          const auto element = at / static_cast<int32_t>(sizeof(uint16_t));
-          format.store_scale(target, element / Format::kGroup, scale);
-        }
-      });
+    for (int lanes = kGroupLanes / 2; lanes > 0; lanes /= 2) {
+      largest = Format::larger(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
     }
+    const typename Format::Scale scale = format.scale(largest);
+    const auto packed = format.pack(values, scale);
+    using Packed = std::remove_const_t<decltype(packed)>;
+    constexpr int32_t kShrink = 16 / sizeof(Packed);
+    for_each_target(targets, [&](std::byte* target) {
+      if (is_inside) {
+        *reinterpret_cast<Packed*>(target + at / kShrink) = packed;
+      }
+    });
+    for_each_target({scale_target, nullptr}, [&](std::byte* target) {
+      if (is_inside && lane_index() % kGroupLanes == 0) {
+        const auto element = at / static_cast<int32_t>(sizeof(uint16_t));
+        format.store_scale(target, element / Format::kGroup, scale);
+      }
+    });
   }
 }
 

@@ -360,9 +360,11 @@ struct alignas(8) LocalState {
   uint32_t epoch = 0;       // of the last finished call
   uint32_t epoch_high = 0;  // its upper half
   uint32_t done = 0;        // blocks of the running call that are through
-  uint32_t grid = 0;    // of the running call: blocks, or what else its kernel counts, that have
-                        // reached its barrier
-  uint32_t placed = 0;  // parts of a plan made of all routing whose records are there
+  uint32_t grid = 0;      // of the running call: blocks, or what else its kernel counts, that have
+                          // reached its barrier
+  uint32_t placed = 0;    // parts of a plan made of all routing whose slots are there, and one more
+                          // when the handshakes are accepted
+  uint32_t recorded = 0;  // such parts whose records are there
   StopState stopped = StopState::kRunning;  // set by the first fault
   uint32_t given_up_epoch = 0;              // of the call that made it kGivenUp
   uint32_t broken_epoch = 0;                // of the one that made it kBroken

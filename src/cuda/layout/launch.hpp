@@ -32,6 +32,7 @@ struct PlanLaunch {
   bool has_weights = false;      // also of ranks without tokens, whose pointer may be null
   int32_t num_tokens = 0;
   int32_t topk = 0;  // max_topk for a map
+  FastDivide by_topk;
   Layout layout = Layout::kExpertMajor;
   int64_t pad_multiple = 1;
   int64_t expert_stride = 0;

@@ -12,6 +12,7 @@
 
 #include "core/hd.hpp"
 #include "cuda/layout/control.hpp"
+#include "cuda/layout/divide.hpp"
 
 namespace weft {
 
@@ -66,10 +67,17 @@ struct PlanMap {
   uint32_t num_experts = 1;
   uint32_t max_tokens = 1;
   uint32_t max_topk = 1;
+  FastDivide by_ranks;
+  FastDivide experts_per_rank;
 
   constexpr PlanMap() : PlanMap(1, 1, 1, 1) {}
   constexpr PlanMap(uint32_t ranks, uint32_t experts, uint32_t tokens, uint32_t topk)
-      : num_ranks(ranks), num_experts(experts), max_tokens(tokens), max_topk(topk) {
+      : num_ranks(ranks),
+        num_experts(experts),
+        max_tokens(tokens),
+        max_topk(topk),
+        by_ranks(ranks),
+        experts_per_rank(experts / ranks) {
     const uint64_t per_local = align(sizeof(int64_t) * (num_experts / num_ranks));
     const uint64_t per_rank = align(sizeof(int32_t) * num_ranks);
     const uint64_t per_route = align(sizeof(int32_t) * max_tokens * max_topk);

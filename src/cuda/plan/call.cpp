@@ -144,6 +144,7 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
   launch.ignores_unknown = routing.ignores_unknown;
   launch.num_tokens = static_cast<int32_t>(routes.num_tokens);
   launch.topk = routes.topk;
+  launch.by_topk = FastDivide(static_cast<uint32_t>(routes.topk));
   launch.has_weights = data.shape.has_weights;
   launch.layout = options.layout;
   launch.pad_multiple = options.pad_multiple;

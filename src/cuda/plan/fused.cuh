@@ -6,7 +6,8 @@
 //   routing to all ranks -> routing of all ranks, count -> shape -> slots, records of this rank
 //
 // A block plans for a part of one rank's tokens, as plan.cu plans for its own, and writes the
-// records of the arrivals that come from there. Each block counts the routes of all ranks by
+// records of the arrivals that come from there; before these, the slots that the dispatch waits for.
+// Each block counts the routes of all ranks by
 // itself; one more block writes the shape. A block executes most instructions once or twice, so
 // that its time is that of fetching them: loops are not unrolled, except where several loads must
 // be in flight together. swap_routing.cuh has the first step.
@@ -24,6 +25,12 @@ __device__ __forceinline__ EagerSlot* eager_slots_of(const RankView& me, uint32_
   return reinterpret_cast<EagerSlot*>(control_of(me, me.rank) + me.map.eager_slots_offset(source));
 }
 
+// The warp's share of a span of tokens.
+__device__ __forceinline__ PartSpan warp_tokens(const PartSpan& span, const PlanPlace& place) {
+  constexpr uint32_t kWarps = kRoutedThreads / kPlanLanes;  // known here, so that nothing divides
+  return part_span(span.first, span.last, kWarps, place.warp);
+}
+
 // One warp counts its share of a span of tokens of rank `from`.
 __device__ __forceinline__ void count_span(
     const PlanLaunch& call,
@@ -33,18 +40,17 @@ __device__ __forceinline__ void count_span(
     const PartSpan& span,
     uint32_t* counts
 ) {
-  constexpr uint32_t kNone = UINT16_MAX;
   const auto topk = static_cast<uint32_t>(call.topk);
   const auto step = static_cast<int32_t>(place.step);
-  const PartSpan tokens = part_span(span.first, span.last, place.num_warps, place.warp);
+  const PartSpan tokens = warp_tokens(span, place);
   const uint16_t* experts = shared.experts_of(from);
   uint32_t arrivals = 0;  // lane r: to rank r
 #pragma unroll 1
   for (int32_t first = tokens.first; first < tokens.last; first += step) {
     const uint32_t token = static_cast<uint32_t>(first) + place.group;
     const bool is_there = place.is_used && token < static_cast<uint32_t>(tokens.last);
-    const uint32_t expert = is_there ? experts[token * topk + place.k] : kNone;
-    const bool is_route = expert != kNone;
+    const uint32_t expert = is_there ? experts[token * topk + place.k] : kNoShortExpert;
+    const bool is_route = expert != kNoShortExpert;
     const uint32_t target = is_route ? place.experts_per_rank.divide(expert) : place.num_ranks;
     arrivals += count_step(place, is_route, expert, target, topk, counts);
   }
@@ -73,6 +79,9 @@ __device__ inline void count_all(
     } else if (i > place.num_ranks) {
       span.first = part.last;
       others = kLaterParts;
+    }
+    if (span.first == span.last) {
+      continue;
     }
     const bool is_part = i == place.source;
     uint32_t* counts = is_part ? row : shared.others + others * place.columns;
@@ -123,8 +132,8 @@ __device__ inline bool count_for(
   }
   place.num_tokens = shared.words[place.source].num_tokens;
   const PartSpan part = part_span(0, place.num_tokens, num_parts, part_idx);
-  place.tokens = part_span(part.first, part.last, place.num_warps, place.warp);
-  place.route_expert = shared.route_expert;
+  place.tokens = warp_tokens(part, place);
+  place.short_expert = shared.experts_of(place.source);
   place.route_weight = shared.route_weight;
   place.stride = static_cast<uint32_t>(call.topk);
   count_all(call, place, shared, part);
@@ -164,11 +173,13 @@ __device__ inline bool plan_shape(
 ) {
   bool is_made = count_for(call, shared, place, 1, 0);
   if (is_made) {
-    publish_shape(call, shape_group(call, place, shared), place, shared);
-    keep_routing(call, place);
+    publish_shape(call, shape_group(call, place, shared, true), place, shared);
     __syncthreads();
     if (threadIdx.x == 0) {
       ptx::add_acq_rel_gpu(&call.me.local->grid, 1);
+    }
+    keep_routing(call, place);
+    if (threadIdx.x == 0) {
       is_made = await_parts(call.me, place.epoch);
     }
     is_made = __syncthreads_and(static_cast<int>(is_made)) != 0;
@@ -191,12 +202,17 @@ __device__ inline bool plan_records(
   if (!count_for(call, shared, place, num_parts, part_idx)) {
     return false;
   }
-  shape_group(call, place, shared);
+  shape_group(call, place, shared, false);
+  place_eager_rows(call, place, shared);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ptx::add_acq_rel_gpu(&me.local->placed, 1);
+  }
   close_chunks(call, place, shared);
-  place_tokens(call, place, shared);
+  write_eager_records(call, place, shared);
   __syncthreads();
   const uint32_t num_jobs = place.num_ranks * num_parts;
-  if (threadIdx.x == 0 && ptx::add_acq_rel_gpu(&me.local->placed, 1) == num_jobs - 1) {
+  if (threadIdx.x == 0 && ptx::add_acq_rel_gpu(&me.local->recorded, 1) == num_jobs - 1) {
     ptx::fence_gpu();
     for (int rank = 0; rank < me.num_ranks; ++rank) {
       ptx::store_relaxed_sys(records_of(me, me.rank, rank), *shared.call);
@@ -205,19 +221,20 @@ __device__ inline bool plan_records(
   return true;
 }
 
-// One thread of another block waits until the records are there, and for what await_parts() waits
-// for. Returns false if the call is given up.
-__device__ inline bool await_plan(const PlanLaunch& call, uint32_t epoch) {
+// One thread of another block waits until the slots of eager rows are there and the handshakes of
+// all ranks are accepted. Returns false if the call is given up.
+__device__ inline bool await_slots(const PlanLaunch& call, uint32_t epoch) {
   const RankView& me = call.me;
   const WaitSite site = {Op::kPlan, epoch, me.rank, WaitFor::kGrid};
   const auto num_jobs = static_cast<uint32_t>(me.num_ranks * call.num_parts);
-  return wait_reached(me, &me.local->placed, num_jobs, site, 2) && await_parts(me, epoch);
+  return wait_reached(me, &me.local->placed, num_jobs + 1, site, 2);
 }
 
 // All threads of the first call.num_blocks blocks, after send_routing(). It stops where the call is
-// given up.
-__device__ inline void make_routed_plan(
-    const PlanLaunch& call, uint32_t epoch, const PlanShared& shared
+// given up. after_shape(): what the first block does when it has written the shape.
+template <class AfterShape>
+__device__ __forceinline__ void make_routed_plan(
+    const PlanLaunch& call, uint32_t epoch, const PlanShared& shared, const AfterShape& after_shape
 ) {
   PlanPlace place = plan_place(call, epoch);
   bool is_made = true;
@@ -226,10 +243,14 @@ __device__ inline void make_routed_plan(
   for (int job = static_cast<int>(blockIdx.x); job < num_jobs && is_made; job += call.num_blocks) {
     if (job == 0) {
       is_made = plan_shape(call, shared, place);
+      if (is_made) {
+        after_shape();
+      }
     } else {
-      place.source = static_cast<uint32_t>((job - 1) % call.me.num_ranks);
-      is_made =
-          plan_records(call, shared, place, static_cast<uint32_t>((job - 1) / call.me.num_ranks));
+      const auto number = static_cast<uint32_t>(job - 1);
+      const uint32_t part = call.plan.map.by_ranks.divide(number);
+      place.source = call.plan.map.by_ranks.remainder(number, part);
+      is_made = plan_records(call, shared, place, part);
       place.source = static_cast<uint32_t>(call.me.rank);
     }
     __syncthreads();
@@ -278,6 +299,7 @@ __device__ inline void accept_plan_words(
   }
   if (__all_sync(kAllLanes, is_good) && peer == 0) {
     ptx::add_acq_rel_gpu(&me.local->grid, 1);
+    ptx::add_acq_rel_gpu(&me.local->placed, 1);
   }
 }
 

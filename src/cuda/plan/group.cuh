@@ -58,11 +58,22 @@ expert_block(const PlanGroup& group, const PlanShared& shared, uint32_t expert, 
   return {begin, block_limit(group.rule, begin, output_rows(group, shared, owner))};
 }
 
+// Each lane gets the sum of the values of all warps before its own.
+__device__ __forceinline__ int64_t sum_before(const int64_t* of_warps, const PlanPlace& place) {
+  int64_t sum = place.lane < place.warp ? of_warps[place.lane] : 0;
+#pragma unroll
+  for (uint32_t distance = kMaxPlanThreads / kPlanLanes / 2; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  }
+  return __shfl_sync(kAllLanes, sum, 0);
+}
+
 // All threads turn begin[0, count] into the sums of the values before each.
 __device__ inline void scan_begins(
     int64_t* begin, uint32_t count, const PlanPlace& place, int64_t* partial
 ) {
-  const uint32_t each = (count + blockDim.x - 1) / blockDim.x;
+  const auto shift = static_cast<uint32_t>(31 - __clz(static_cast<int>(blockDim.x)));
+  const uint32_t each = (count + blockDim.x - 1) >> shift;  // blockDim.x is a power of two
   const uint32_t first = threadIdx.x * each;
   const uint32_t last = min(first + each, count);
   int64_t sum = 0;
@@ -79,10 +90,7 @@ __device__ inline void scan_begins(
     partial[place.warp] = up_to;
   }
   __syncthreads();
-  int64_t next = up_to - sum;
-  for (uint32_t warp = 0; warp < place.warp; ++warp) {
-    next += partial[warp];
-  }
+  int64_t next = up_to - sum + sum_before(partial, place);
   for (uint32_t i = first; i < last; ++i) {
     const int64_t rows = begin[i];
     begin[i] = next;
@@ -94,21 +102,23 @@ __device__ inline void scan_begins(
   __syncthreads();
 }
 
-// All threads find the largest of their values.
-__device__ inline int64_t largest_of(int64_t value, const PlanPlace& place, int64_t* partial) {
+__device__ __forceinline__ int64_t warp_largest(int64_t value) {
 #pragma unroll
   for (uint32_t distance = kPlanLanes / 2; distance > 0; distance /= 2) {
     const int64_t other = __shfl_xor_sync(kAllLanes, value, distance);
     value = other > value ? other : value;
   }
+  return value;
+}
+
+// All threads find the largest of their values.
+__device__ inline int64_t largest_of(int64_t value, const PlanPlace& place, int64_t* partial) {
+  value = warp_largest(value);
   if (place.lane == 0) {
     partial[place.warp] = value;
   }
   __syncthreads();
-  for (uint32_t warp = 0; warp < place.num_warps; ++warp) {
-    value = partial[warp] > value ? partial[warp] : value;
-  }
-  return value;
+  return warp_largest(place.lane < place.num_warps ? partial[place.lane] : value);
 }
 
 // All threads fill `runs` and find out whether routes to or from this rank lack room.
@@ -143,9 +153,13 @@ __device__ inline bool find_runs(
   return __syncthreads_or(static_cast<int>(lacks_room)) != 0;
 }
 
-// All threads compute everything that follows from the counts.
+// All threads compute everything that follows from the counts. wants_largest: PlanGroup::largest is
+// needed although the caller has given a stride.
 __device__ inline PlanGroup shape_group(
-    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+    const PlanLaunch& call,
+    const PlanPlace& place,
+    const PlanShared& shared,
+    bool wants_largest = true
 ) {
   const uint32_t num_experts = call.plan.map.num_experts;
   PlanGroup group;
@@ -159,7 +173,7 @@ __device__ inline PlanGroup shape_group(
     }
     __syncthreads();
     scan_begins(shared.begin, num_experts, place, shared.partial);
-  } else if (call.layout == Layout::kExpertStrided) {
+  } else if (call.layout == Layout::kExpertStrided && (wants_largest || call.expert_stride == 0)) {
     int64_t most = 0;
     for (uint32_t expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
       const int64_t padded = padded_rows(group.rule, rows[expert]);

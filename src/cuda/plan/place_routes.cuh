@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Last part of the plan kernel: a warp gives its routes their slots, writes the records of its
 // arrivals straight into the receivers' plan blocks, and what the tokens' own rank keeps into its
-// own plan. Before: group.cuh; after: the kernels of dispatch/ and combine/.
+// own plan. Beside a dispatch (fused.cuh) the slots come first, since rows wait for them. Before:
+// group.cuh; after: the kernels of dispatch/ and combine/.
 #pragma once
 
 #include "cuda/plan/read_routing.cuh"
@@ -53,7 +54,6 @@ __device__ __forceinline__ void write_pairs(
     const PlanLaunch& call,
     const PlanPlace& place,
     const PlanShared& shared,
-    const FastDivide& by_ranks,
     int32_t first_token,
     uint32_t lanes,
     uint32_t next
@@ -66,8 +66,8 @@ __device__ __forceinline__ void write_pairs(
   const size_t first_pair = static_cast<size_t>(first_token) * place.num_ranks;
   for (uint32_t base = 0; base < num_pairs; base += kPlanLanes) {
     const uint32_t pair = base + place.lane;
-    const uint32_t group = by_ranks.divide(pair);
-    const uint32_t rank = by_ranks.remainder(pair, group);
+    const uint32_t group = call.plan.map.by_ranks.divide(pair);
+    const uint32_t rank = call.plan.map.by_ranks.remainder(pair, group);
     const uint32_t firsts = __shfl_sync(kAllLanes, lanes, rank);
     const uint32_t begin = __shfl_sync(kAllLanes, next, rank);
     if (pair >= num_pairs) {
@@ -161,7 +161,12 @@ load_route(const PlanLaunch& call, const PlanPlace& place, int32_t first) {
   route.token = first + static_cast<int32_t>(place.group);
   if (place.is_used && route.token < place.tokens.last) {
     const size_t at = static_cast<size_t>(route.token) * place.stride + place.k;
-    route.expert = place.route_expert[at];
+    if (place.short_expert == nullptr) {
+      route.expert = place.route_expert[at];
+    } else {
+      const uint16_t expert = place.short_expert[at];
+      route.expert = expert == kNoShortExpert ? -1 : expert;
+    }
     if (call.has_weights) {
       route.weight = place.route_weight[at];
     }
@@ -192,32 +197,43 @@ __device__ __forceinline__ int32_t place_route(
   return route.is_route() ? shared.runs[column].slot(number) : -1;
 }
 
-// One warp gives its tokens' routes their slots and writes the records of their arrivals.
-__device__ inline void place_tokens(
-    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+// Lane r: the number of the warp's first arrival at rank r.
+__device__ __forceinline__ uint32_t
+first_arrival(const PlanPlace& place, const PlanShared& shared) {
+  const uint32_t* counts = shared.counts + place.warp * place.columns;
+  return place.lane < place.num_ranks ? shared.before[place.lane] + counts[place.lane] : 0;
+}
+
+// The target and the arrival of each lane's route in a step. Lane r knows in `next` the number of
+// the next arrival at rank r; it gets the lanes that are first of their token to rank r.
+__device__ __forceinline__ uint32_t
+find_arrivals(const PlanPlace& place, LaneRoute& route, uint32_t topk, uint32_t next) {
+  const auto expert = static_cast<uint32_t>(route.expert);
+  route.target = route.is_route() ? place.experts_per_rank.divide(expert) : place.num_ranks;
+  route.pair = pair_lanes(place, route.is_route(), route.target);
+  const StepArrivals arrivals = step_arrivals(place, route.pair, route.target, topk);
+  route.lower_ranks = arrivals.lower_ranks;
+  const uint32_t of_target = __shfl_sync(kAllLanes, arrivals.lanes, route.target % kPlanLanes);
+  route.arrival = __shfl_sync(kAllLanes, next, route.target % kPlanLanes) +
+                  static_cast<uint32_t>(__popc(of_target & low_lanes(place.group * topk)));
+  return arrivals.lanes;
+}
+
+// One warp writes the records of its tokens' arrivals. slot_of(route): the slot of the lane's
+// route.
+template <class SlotOf>
+__device__ __forceinline__ void write_records(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared, const SlotOf& slot_of
 ) {
   const auto topk = static_cast<uint32_t>(call.topk);
-  const FastDivide by_ranks(place.num_ranks);
-  uint32_t next = 0;  // lane r: number of the warp's next arrival at rank r
-  if (place.lane < place.num_ranks) {
-    next = shared.before[place.lane] + shared.counts[place.warp * place.columns + place.lane];
-  }
-
+  uint32_t next = first_arrival(place, shared);
   const auto step = static_cast<int32_t>(place.step);
   LaneRoute following = load_route(call, place, place.tokens.first);
   for (int32_t first = place.tokens.first; first < place.tokens.last; first += step) {
     LaneRoute route = following;
     following = load_route(call, place, first + step);
-    const auto expert = static_cast<uint32_t>(route.expert);
-    route.target = route.is_route() ? place.experts_per_rank.divide(expert) : place.num_ranks;
-    route.pair = pair_lanes(place, route.is_route(), route.target);
-    const StepArrivals arrivals = step_arrivals(place, route.pair, route.target, topk);
-    const uint32_t firsts = arrivals.lanes;
-    route.lower_ranks = arrivals.lower_ranks;
-    const uint32_t of_target = __shfl_sync(kAllLanes, firsts, route.target % kPlanLanes);
-    route.arrival = __shfl_sync(kAllLanes, next, route.target % kPlanLanes) +
-                    static_cast<uint32_t>(__popc(of_target & low_lanes(place.group * topk)));
-    route.slot = place_route(call, place, shared, route);
+    const uint32_t firsts = find_arrivals(place, route, topk, next);
+    route.slot = slot_of(route);
 
     const TokenNeighbours neighbours = token_neighbours(place, route, topk);
     const uint32_t kept_lanes = __ballot_sync(kAllLanes, route.slot >= 0);
@@ -225,16 +241,53 @@ __device__ inline void place_tokens(
       const size_t at = static_cast<size_t>(route.token) * call.plan.map.max_topk + place.k;
       call.plan.route_slot()[at] = route.slot;
     }
-    if (place.eager_slots != nullptr) {
-      write_eager_slots(call, place, route, neighbours);
-    }
     if (route.is_route()) {
       write_record(call, place, shared, route, neighbours, kept_lanes);
     }
     __syncwarp();
-    write_pairs(call, place, shared, by_ranks, first, firsts, next);
+    write_pairs(call, place, shared, first, firsts, next);
     next += static_cast<uint32_t>(__popc(firsts));
   }
+}
+
+// One warp gives its tokens' routes their slots and writes the records of their arrivals.
+__device__ inline void place_tokens(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  write_records(call, place, shared, [&](const LaneRoute& route) {
+    return place_route(call, place, shared, route);
+  });
+}
+
+// The same in two parts, of which the first finds what moves rows. It leaves the slots of the
+// routes where their experts have been, in shared memory.
+__device__ inline void place_eager_rows(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  const auto topk = static_cast<uint32_t>(call.topk);
+  uint32_t next = first_arrival(place, shared);
+  const auto step = static_cast<int32_t>(place.step);
+#pragma unroll 1
+  for (int32_t first = place.tokens.first; first < place.tokens.last; first += step) {
+    LaneRoute route = load_route(call, place, first);
+    next += static_cast<uint32_t>(__popc(find_arrivals(place, route, topk, next)));
+    route.slot = place_route(call, place, shared, route);
+    write_eager_slots(call, place, route, token_neighbours(place, route, topk));
+    if (place.is_used && route.token < place.tokens.last) {
+      shared.route_slot[route.token * topk + place.k] = route.slot;
+    }
+    __syncwarp();
+  }
+}
+
+// The second part.
+__device__ inline void write_eager_records(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  const auto topk = static_cast<uint32_t>(call.topk);
+  write_records(call, place, shared, [&](const LaneRoute& route) {
+    return route.is_route() ? shared.route_slot[route.token * topk + place.k] : -1;
+  });
 }
 
 // All threads of one block write the end of the last chunk of tokens at every receiver.

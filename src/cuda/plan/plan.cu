@@ -48,7 +48,8 @@ __device__ inline void raise_records(
 // All threads of all blocks make the plan. If the call is given up, all threads of a block return
 // together.
 __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShared& shared) {
-  const PlanPlace place = plan_place(call, epoch);
+  PlanPlace place = plan_place(call, epoch);
+  place.tokens = own_tokens(call, place);
   if (!swap_counts(call, place, shared)) {
     if (blockIdx.x == 0) {
       clear_plan(call.plan);

@@ -16,6 +16,8 @@
 
 namespace weft {
 
+inline constexpr uint16_t kNoShortExpert = UINT16_MAX;
+
 // What the threads of a block share.
 struct PlanShared : PlanArrays {
   std::byte** control;  // [num_ranks] control regions as mapped here
@@ -80,15 +82,17 @@ struct PlanPlace {
   bool writes_tokens = true;  // this block writes what this rank keeps of its own tokens
   // Where routes are read: row `token` has its k-th at token * stride + k.
   const int32_t* route_expert = nullptr;
+  const uint16_t* short_expert = nullptr;  // instead, all ones for none
   const float* route_weight = nullptr;
   uint32_t stride = 0;
-  EagerSlot* eager_slots = nullptr;  // [num_tokens, topk]; null: none wanted
+  EagerSlot* eager_slots = nullptr;  // [num_tokens, topk] of that rank; fused.cuh only
 
   [[nodiscard]] __device__ bool is_own(const RankView& me) const {
     return source == static_cast<uint32_t>(me.rank);
   }
 };
 
+// Without tokens.
 __device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
   PlanPlace place;
   place.epoch = epoch;
@@ -100,18 +104,21 @@ __device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
   place.num_warps = blockDim.x / kPlanLanes;
   place.num_blocks = static_cast<uint32_t>(call.num_blocks);
   place.lane = threadIdx.x % kPlanLanes;
-  const PartSpan block = part_span(0, call.num_tokens, place.num_blocks, blockIdx.x);
-  place.tokens = part_span(block.first, block.last, place.num_warps, place.warp);
-  const auto topk = static_cast<uint32_t>(call.topk);
-  place.step = kPlanLanes / topk;
-  place.group = place.lane / topk;
-  place.k = place.lane - place.group * topk;
+  place.step = call.by_topk.divide(kPlanLanes);
+  place.group = call.by_topk.divide(place.lane);
+  place.k = call.by_topk.remainder(place.lane, place.group);
   place.is_used = place.group < place.step;
-  place.experts_per_rank = FastDivide(call.plan.map.num_experts / call.plan.map.num_ranks);
+  place.experts_per_rank = call.plan.map.experts_per_rank;
   place.route_expert = call.plan.route_expert();
   place.route_weight = call.plan.route_weight();
   place.stride = call.plan.map.max_topk;
   return place;
+}
+
+// The warp's share of this rank's tokens, which the first blocks of the grid plan together.
+__device__ inline PartSpan own_tokens(const PlanLaunch& call, const PlanPlace& place) {
+  const PartSpan block = part_span(0, call.num_tokens, place.num_blocks, blockIdx.x);
+  return part_span(block.first, block.last, place.num_warps, place.warp);
 }
 
 }  // namespace weft

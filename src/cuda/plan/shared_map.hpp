@@ -11,27 +11,6 @@
 
 namespace weft {
 
-// Division by a number that is known only at run time, without a divide: exact for values and
-// divisors below 2^16.
-class FastDivide {
- public:
-  FastDivide() = default;
-  WEFT_HD constexpr explicit FastDivide(uint32_t divisor)
-      : divisor_(divisor), factor_(uint64_t{UINT32_MAX / divisor} + 1) {}
-
-  [[nodiscard]] WEFT_HD constexpr uint32_t divide(uint32_t value) const {
-    return static_cast<uint32_t>(value * factor_ >> 32);
-  }
-  [[nodiscard]] WEFT_HD constexpr uint32_t remainder(uint32_t value, uint32_t quotient) const {
-    return value - quotient * divisor_;
-  }
-  [[nodiscard]] WEFT_HD constexpr uint32_t divisor() const { return divisor_; }
-
- private:
-  uint32_t divisor_ = 1;
-  uint64_t factor_ = uint64_t{1} << 32;
-};
-
 // A slot in 32 bits. Limits are clamped alike, so what cannot be numbered is dropped.
 WEFT_HD constexpr uint32_t slot_number(int64_t slot) {
   constexpr int64_t kMost = INT32_MAX;
@@ -93,9 +72,9 @@ struct PlanArrays {
   SlotRun* runs = nullptr;             // [columns] of this block's routes, or arrivals (rank_major)
   DeviceHandshake* words = nullptr;    // [num_ranks] as told by each rank
   // The rest is of a plan that every rank makes from all ranks' routing (fused.cuh).
-  uint32_t* others = nullptr;       // [kOtherCounts][columns]
-  uint16_t* experts = nullptr;      // [num_ranks][num_routes] of routes, all ones for none
-  int32_t* route_expert = nullptr;  // [num_tokens, topk] of the rank that is planned
+  uint32_t* others = nullptr;     // [kOtherCounts][columns]
+  uint16_t* experts = nullptr;    // [num_ranks][num_routes] of routes, all ones for none
+  int32_t* route_slot = nullptr;  // [num_tokens, topk] of the rank that is planned
   float* route_weight = nullptr;
 };
 
@@ -132,7 +111,7 @@ struct PlanSharedMap {
     add(arrays.words, num_ranks);
     add(arrays.others, num_routes == 0 ? 0 : kOtherCounts * columns());
     add(arrays.experts, num_ranks * num_routes);
-    add(arrays.route_expert, num_routes);
+    add(arrays.route_slot, num_routes);
     add(arrays.route_weight, num_routes);
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t num_bytes() const {

@@ -188,7 +188,6 @@ __device__ inline bool read_all(
                     (!has_weights || wait_tagged(me, weights + route, site, weight[i], bits));
           kept[route] = static_cast<uint16_t>(number);
           if (is_planned) {
-            shared.route_expert[route] = static_cast<int32_t>(number);
             shared.route_weight[route] = __uint_as_float(bits);
           }
           // -1 becomes 0.

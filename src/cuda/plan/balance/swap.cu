@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kMaxPlanThreads)
       {map.num_ranks, map.num_experts}, reinterpret_cast<std::byte*>(swap_shared_memory), small
   );
   const auto epoch = static_cast<uint32_t>(current_call(call.plan.me));
-  const PlanPlace place = plan_place(call.plan, epoch);
+  PlanPlace place = plan_place(call.plan, epoch);
+  place.tokens = own_tokens(call.plan, place);
   const bool is_good = swap_counts(call.plan, place, shared);
   if (blockIdx.x == 0) {
     write_counts(call, place, shared, is_good);
