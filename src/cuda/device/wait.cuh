@@ -284,7 +284,7 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
     if (ptx::add_acq_rel_gpu(&me.local->done, 1) == num_blocks - 1) {
       me.local->done = 0;
       me.local->grid = 0;
-      me.local->accepted = 0;
+      me.local->placed = 0;
       me.local->recorded = 0;
       if (epoch % kRenewalCalls < kRenewalsInARow && !is_stopped(me)) {
         if constexpr (kRenewsApart) {

@@ -8,7 +8,6 @@
 
 #include "cuda/device/call_setup.cuh"
 #include "cuda/device/row_mover.cuh"
-#include "cuda/device/tagged.cuh"
 #include "cuda/device/team.cuh"
 #include "cuda/dispatch/extras.cuh"
 #include "cuda/plan/fused.cuh"
@@ -20,10 +19,10 @@ namespace weft {
 struct SeenPlan {
   enum : uint32_t { kNotYet, kHere, kGivenUp };
   uint32_t sizes;  // CallSetup::tokens holds
-  uint32_t words;  // the handshakes of all ranks are accepted
+  uint32_t slots;  // where the rows of all ranks go on this one
   uint32_t shape;  // of this rank's plan
 
-  __device__ void clear() { sizes = words = shape = kNotYet; }
+  __device__ void clear() { sizes = slots = shape = kNotYet; }
 };
 
 // All lanes of one warp set the flag.
@@ -65,10 +64,10 @@ __device__ inline void watch_plan(const PlanLaunch& call, CallSetup& setup, Seen
   __syncwarp();
   tell_block(seen.sizes, is_good);
   if (is_good && rank == 0) {
-    is_good = await_accepted(me, setup.epoch);
+    is_good = await_slots(call, setup.epoch);
   }
   __syncwarp();
-  tell_block(seen.words, is_good);
+  tell_block(seen.slots, is_good);
   if (is_good && rank == 0) {
     is_good = await_parts(me, setup.epoch);
   }
@@ -127,24 +126,15 @@ class EagerFanOut {
 
   // Waits for the slots. None if the call is given up.
   __device__ __forceinline__ void find_slots(ArrivalRecords& records) const {
-    uint32_t slot = UINT32_MAX;
-    uint32_t origin = 0;
-    if (await_block(seen_.words) && lane_index() < call_.topk) {
+    int2 entry = {-1, 0};
+    if (await_block(seen_.slots) && lane_index() < call_.topk) {
       const EagerSlot* slots = eager_slots_of(me_, static_cast<uint32_t>(records.source));
-      const EagerSlot& from = slots[records.chunk * call_.topk + lane_index()];
-      const WaitSite site = {Op::kPlan, setup_.epoch, me_.rank, WaitFor::kGrid};
-      const uint64_t seen_slot = ptx::load_relaxed_sys(&from.slot);
-      const uint64_t seen_origin = ptx::load_relaxed_sys(&from.origin);
-      if (!wait_tagged(me_, &from.slot, site, seen_slot, slot) ||
-          !wait_tagged(me_, &from.origin, site, seen_origin, origin)) {
-        slot = UINT32_MAX;
-      }
+      entry = reinterpret_cast<const int2*>(slots + records.chunk * call_.topk)[lane_index()];
     }
-    __syncwarp();
     records.count = 1;
-    records.slot[0] = static_cast<int32_t>(slot);
-    records.origin[0] = static_cast<int32_t>(origin);
-    records.num_routes[0] = __popc(__ballot_sync(kAllLanes, records.slot[0] >= 0));
+    records.num_routes[0] = __popc(__ballot_sync(kAllLanes, entry.x >= 0));
+    records.slot[0] = entry.x;
+    records.origin[0] = entry.y;
   }
 
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(const ArrivalRecords& records

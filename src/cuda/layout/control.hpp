@@ -144,11 +144,10 @@ struct RoutingMap {
   [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return kFields + 2 * max_routes; }
 };
 
-// Where a token of a source goes on this rank: its i-th row here, by ascending slot. Each has the
-// epoch of its call in its upper half, as routing has.
-struct alignas(16) EagerSlot {
-  uint64_t slot = 0;    // -1: it has fewer
-  uint64_t origin = 0;  // as in a plan
+// Where a token of a source goes on this rank: its i-th row here, by ascending slot.
+struct alignas(8) EagerSlot {
+  int32_t slot = -1;   // -1: it has fewer
+  int32_t origin = 0;  // as in a plan
 };
 
 // Offsets in bytes, computed once, as those of PlanMap are. Everything is aligned to 128 bytes, a
@@ -363,8 +362,9 @@ struct alignas(8) LocalState {
   uint32_t done = 0;        // blocks of the running call that are through
   uint32_t grid = 0;      // of the running call: blocks, or what else its kernel counts, that have
                           // reached its barrier
-  uint32_t accepted = 0;  // 1 when a plan made of all routing has the handshakes of all ranks
-  uint32_t recorded = 0;  // parts of such a plan whose records are there
+  uint32_t placed = 0;    // parts of a plan made of all routing whose slots are there, and one more
+                          // when the handshakes are accepted
+  uint32_t recorded = 0;  // such parts whose records are there
   StopState stopped = StopState::kRunning;  // set by the first fault
   uint32_t given_up_epoch = 0;              // of the call that made it kGivenUp
   uint32_t broken_epoch = 0;                // of the one that made it kBroken

@@ -6,11 +6,11 @@
 //   routing to all ranks -> routing of all ranks, count -> shape -> slots, records of this rank
 //
 // A block plans for a part of one rank's tokens, as plan.cu plans for its own, and writes the
-// records of the arrivals that come from there; before these, the slots, for which rows wait. Each
-// block counts the routes of all ranks by itself; one more block writes the shape. A block executes
-// most instructions once or twice, so that its time is that of fetching them: loops are not
-// unrolled, except where several loads must be in flight together. swap_routing.cuh has the first
-// step.
+// records of the arrivals that come from there; before these, the slots that the dispatch waits for.
+// Each block counts the routes of all ranks by
+// itself; one more block writes the shape. A block executes most instructions once or twice, so
+// that its time is that of fetching them: loops are not unrolled, except where several loads must
+// be in flight together. swap_routing.cuh has the first step.
 #pragma once
 
 #include "cuda/device/wait.cuh"
@@ -204,6 +204,10 @@ __device__ inline bool plan_records(
   }
   shape_group(call, place, shared, false);
   place_eager_rows(call, place, shared);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ptx::add_acq_rel_gpu(&me.local->placed, 1);
+  }
   close_chunks(call, place, shared);
   write_eager_records(call, place, shared);
   __syncthreads();
@@ -217,11 +221,13 @@ __device__ inline bool plan_records(
   return true;
 }
 
-// One thread of another block waits until the handshakes of all ranks are accepted. Returns false
-// if the call is given up.
-__device__ inline bool await_accepted(const RankView& me, uint32_t epoch) {
+// One thread of another block waits until the slots of eager rows are there and the handshakes of
+// all ranks are accepted. Returns false if the call is given up.
+__device__ inline bool await_slots(const PlanLaunch& call, uint32_t epoch) {
+  const RankView& me = call.me;
   const WaitSite site = {Op::kPlan, epoch, me.rank, WaitFor::kGrid};
-  return wait_reached(me, &me.local->accepted, 1U, site, 2);
+  const auto num_jobs = static_cast<uint32_t>(me.num_ranks * call.num_parts);
+  return wait_reached(me, &me.local->placed, num_jobs + 1, site, 2);
 }
 
 // All threads of the first call.num_blocks blocks, after send_routing(). It stops where the call is
@@ -293,7 +299,7 @@ __device__ inline void accept_plan_words(
   }
   if (__all_sync(kAllLanes, is_good) && peer == 0) {
     ptx::add_acq_rel_gpu(&me.local->grid, 1);
-    ptx::add_acq_rel_gpu(&me.local->accepted, 1);
+    ptx::add_acq_rel_gpu(&me.local->placed, 1);
   }
 }
 

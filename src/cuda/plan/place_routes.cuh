@@ -5,7 +5,6 @@
 // group.cuh; after: the kernels of dispatch/ and combine/.
 #pragma once
 
-#include "cuda/device/tagged.cuh"
 #include "cuda/plan/read_routing.cuh"
 #include "cuda/plan/shared.cuh"
 #include "plan/slots.hpp"
@@ -149,9 +148,9 @@ __device__ __forceinline__ void write_eager_slots(
         static_cast<uint32_t>(route.token) * topk + (is_kept ? neighbours.place : behind);
     const uint32_t first_expert = route.target * place.experts_per_rank.divisor();
     const uint32_t local = static_cast<uint32_t>(route.expert) - first_expert;
-    const uint32_t slot = is_kept ? static_cast<uint32_t>(route.slot) : UINT32_MAX;
-    store_tagged(&place.eager_slots[at].slot, place.epoch, slot);
-    store_tagged(&place.eager_slots[at].origin, place.epoch, local << 8 | place.k);
+    const auto origin = static_cast<int32_t>(local << 8 | place.k);
+    const int2 entry = is_kept ? int2{route.slot, origin} : int2{-1, 0};
+    *reinterpret_cast<int2*>(place.eager_slots + at) = entry;
   }
 }
 
