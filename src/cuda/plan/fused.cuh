@@ -6,11 +6,11 @@
 //   routing to all ranks -> routing of all ranks, count -> shape -> slots, records of this rank
 //
 // A block plans for a part of one rank's tokens, as plan.cu plans for its own, and writes the
-// records of the arrivals that come from there; before these, the slots that the dispatch waits for.
-// Each block counts the routes of all ranks by
-// itself; one more block writes the shape. A block executes most instructions once or twice, so
-// that its time is that of fetching them: loops are not unrolled, except where several loads must
-// be in flight together. swap_routing.cuh has the first step.
+// records of the arrivals that come from there; before these, the slots, for which rows wait. Each
+// block counts the routes of all ranks by itself; one more block writes the shape. A block executes
+// most instructions once or twice, so that its time is that of fetching them: loops are not
+// unrolled, except where several loads must be in flight together. swap_routing.cuh has the first
+// step.
 #pragma once
 
 #include "cuda/device/wait.cuh"
