@@ -82,8 +82,9 @@ def test_nobody(tmp_path, capsys):
         ({"calls": {}, "groups": [{"ranks": [1, 1]}]}, "ranks = [1, 1] (expected different"),
         (told(3, [0.0] * 3), "rank = 3 (expected 0 to 2, a place among ranks)"),
         (told(0, [1.5]), "wait_seconds = [1.5] (expected 3 numbers, one a rank)"),
-        (told(0, [0.0, -0.5, 0.0]), "wait_seconds = -0.5 (expected a number of seconds, 0 or more"),
-        (told(0, [0.0, float("nan"), 0.0]), "wait_seconds = NaN (expected a number of seconds"),
+        (told(0, [0.0, -0.5, 0.0]), "wait_seconds = -0.5 (expected seconds, 0 to 1e+12)"),
+        (told(0, [0.0, float("nan"), 0.0]), "wait_seconds = NaN (expected seconds, 0 to"),
+        (told(0, [0.0, 10**400, 0.0]), "00... (expected seconds, 0 to 1e+12)"),
     ],
 )
 def test_what_cannot_be_shown_is_named(tmp_path, capsys, content, message):
