@@ -21,7 +21,7 @@ void add_tune(CLI::App& app);
 
 namespace {
 
-// `weft` of the Python package comes before this program and has that command.
+// `weft` of the Python package comes before this program and has these two commands.
 void add_run(CLI::App& app) {
   auto* run = app.add_subcommand(
       "run", "A program written for deep_ep or uccl, over Weft (of the Python package)"
@@ -34,6 +34,18 @@ void add_run(CLI::App& app) {
   run->add_option("command", *words, "-- and what to run");
   run->callback([option, words] {
     throw CLI::ValidationError("run", "is of the Python package: python -m weft run -- COMMAND");
+  });
+}
+
+void add_stats(CLI::App& app) {
+  auto* stats =
+      app.add_subcommand("stats", "Who waited for whom, as a page (of the Python package)");
+  auto option = std::make_shared<std::string>();
+  auto words = std::make_shared<std::vector<std::string>>();
+  stats->add_option("--html", *option, "Write a page of who waited for whom here");
+  stats->add_option("files", *words, "Of weft run --json or weft.stats()");
+  stats->callback([option, words] {
+    throw CLI::ValidationError("stats", "is of the Python package: python -m weft stats FILE ...");
   });
 }
 
@@ -57,6 +69,7 @@ int run_weft(int argc, char** argv) {
   add_plan(app);
   add_tune(app);
   add_run(app);
+  add_stats(app);
   return run_program(app, argc, argv);
 }
 

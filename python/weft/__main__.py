@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m weft`: the program that comes with the package, and `weft run`, which is Python."""
+"""`python -m weft`: the program that comes with the package, and `weft run` and `weft stats`, which
+are Python."""
 
 import os
 import sys
@@ -11,6 +12,10 @@ def main() -> None:
         from weft import run
 
         sys.exit(run.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["stats"]:
+        from weft.run import stats
+
+        sys.exit(stats.main(sys.argv[2:]))
     from weft import _core
 
     if not hasattr(_core, "run_program"):

@@ -50,6 +50,7 @@ def test_no_command_is_bad_usage():
     [
         (["nonsense"], "nonsense"),
         (["run", "--", "true", "-q"], "python -m weft run"),
+        (["stats", "run.json", "--html", "a.html"], "python -m weft stats"),
         (["plan", "--nonsense"], "--nonsense"),
         (["plan", "--layout", "diagonal"], '"diagonal" is not one of rank_major|expert_major'),
         (["plan", "--dtype", "int3"], '"int3" is not one of bf16|fp16|fp32'),

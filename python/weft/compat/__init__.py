@@ -31,7 +31,7 @@ _SOURCES = {
         "deep_ep.utils.semantic",
         "deep_ep.utils.testing",
     ],
-    "moonep": ["moonep"],
+    "moonep": ["moonep", "moonep._C"],
     "nixl_ep": ["nixl_ep"],
     "uccl": ["uccl", "uccl.ep"],
     "ultra_ep": ["ultra_ep"],

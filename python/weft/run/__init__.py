@@ -46,28 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     if options.html is not None:
-        options.html.write_text(page.page(found, " ".join(options.command)))
+        options.html.write_text(page.page(found, f"weft run: {' '.join(options.command)}"))
     print(report(found, options.names), file=sys.stderr)
     return status
 
 
 def report(found: dict[str, Any], names: Sequence[str]) -> str:
     """found: by process, what it has told (`weft.stats`)."""
-    if not found:
-        return f"weft run: nobody called Weft (as {' or '.join(names)})"
-    calls_made = page.calls_of(found)
-    width = max(map(len, calls_made), default=0)
-    plural = "es" if len(found) > 1 else ""
-    lines = [f"weft run: {len(found)} process{plural} called Weft"]
-    lines += [f"  {name:{width}} {number:>13,}" for name, number in calls_made.most_common()]
-    for ranks, waits in page.waits_of(found).items():
-        awaited = [sum(row[peer] for row in waits.values()) for peer in range(len(ranks))]
-        most = max(range(len(ranks)), key=awaited.__getitem__)
-        lines.append(
-            f"  {len(ranks)} ranks waited {sum(awaited):.2f} s for each other, "
-            f"{awaited[most]:.2f} s of them for rank {ranks[most]}"
-        )
-    return "\n".join(lines)
+    first, *more = page.lines(found)
+    names_asked = "" if found else f" (as {' or '.join(names)})"
+    return "\n".join([f"weft run: {first}{names_asked}", *more])
 
 
 def vllm_plugin() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes below `weft run` have told, summed, and as a page."""
+"""What the processes below `weft run` have told (`weft.stats`), summed, as text and as a page."""
 
 import collections
 import html
@@ -24,19 +24,33 @@ def calls_of(found: Mapping[str, Any]) -> collections.Counter[str]:
 
 
 def waits_of(found: Mapping[str, Any]) -> dict[tuple[int, ...], Waits]:
-    """By the ranks of a group in the world, who waited for whom; groups of one rank left out."""
+    """By the ranks of a group in the world, who waited for whom; groups of one rank left out.
+    Processes that had the same rank one after another count together."""
     waits: dict[tuple[int, ...], Waits] = {}
     for told in found.values():
         for group in told["groups"]:
             ranks = tuple(group["ranks"])
             if len(ranks) > 1 and "wait_seconds" in group:
-                waits.setdefault(ranks, {})[ranks[group["rank"]]] = group["wait_seconds"]
+                rows, rank = waits.setdefault(ranks, {}), ranks[group["rank"]]
+                before = rows.get(rank, [0.0] * len(ranks))
+                rows[rank] = [a + b for a, b in zip(before, group["wait_seconds"], strict=True)]
     return waits
 
 
-def page(found: Mapping[str, Any], command: str) -> str:
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """How many processes there were, their calls, and which rank of a group was waited for most."""
+    if not found:
+        return ["nobody called Weft"]
+    calls = calls_of(found)
+    width = max(map(len, calls), default=0)
+    text = [_processes(found)]
+    text += [f"  {name:{width}} {number:>13,}" for name, number in calls.most_common()]
+    return text + [f"  {_slowest(ranks, waits)}" for ranks, waits in waits_of(found).items()]
+
+
+def page(found: Mapping[str, Any], title: str) -> str:
     """HTML that needs nothing else."""
-    title = f"weft run: {html.escape(command)}"
+    title = html.escape(title)
     rows = [
         f"<tr><th>{html.escape(name)}</th><td>{number:,}</td></tr>"
         for name, number in calls_of(found).most_common()
@@ -44,10 +58,23 @@ def page(found: Mapping[str, Any], command: str) -> str:
     parts = [
         f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>",
         f"<h1>{title}</h1>",
-        f"<p>{len(found)} processes called Weft.</p><table>{''.join(rows)}</table>",
+        f"<p>{_processes(found)}.</p><table>{''.join(rows)}</table>",
     ]
     parts += [_matrix(ranks, waits) for ranks, waits in waits_of(found).items()]
     return "\n".join(parts) + "\n"
+
+
+def _processes(found: Mapping[str, Any]) -> str:
+    return f"{len(found)} process{'es' if len(found) != 1 else ''} called Weft"
+
+
+def _slowest(ranks: tuple[int, ...], waits: Waits) -> str:
+    awaited = [sum(row[peer] for row in waits.values()) for peer in range(len(ranks))]
+    most = max(range(len(ranks)), key=awaited.__getitem__)
+    return (
+        f"{len(ranks)} ranks waited {sum(awaited):.2f} s for each other, "
+        f"{awaited[most]:.2f} s of them for rank {ranks[most]}"
+    )
 
 
 def _matrix(ranks: tuple[int, ...], waits: Waits) -> str:
@@ -64,6 +91,7 @@ def _matrix(ranks: tuple[int, ...], waits: Waits) -> str:
     )
     return (
         f"<h2>Who waited for whom among {len(ranks)} ranks, seconds</h2>"
+        f"<p>{_slowest(ranks, waits)}.</p>"
         f"<p>Rows: the rank that waited. Columns: the rank it waited for.</p>"
         f"<table><tr><th></th>{head}</tr>{body}</table>"
     )

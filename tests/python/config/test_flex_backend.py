@@ -26,22 +26,13 @@ CASES = [
     for backend, is_good in zip(BACKENDS, goods)
 ]
 
-APPLY_TEXT = {
-    "deepep": "DeepEP is only applicable to Ampere, Hopper, and Blackwell (B200/B300) GPUs. "
-    "Current GPU: {name}. Falling back to alltoall.",
-    "hybridep": "HybridEP is only applicable for GB200, GB300 with NVL72 and for Ampere, Hopper, "
-    "B200 and B300 GPUs. Current GPU: {name}. Falling back to alltoall.",
-    "ncclep": "NCCL EP is only applicable to Hopper and Blackwell GPUs. Current GPU: {name}. "
-    "Falling back to alltoall.",
-}
-VALIDATE_TEXT = {
+TEXT = {
     "deepep": "DeepEP is supported for Ampere, Hopper, and Blackwell (B200/B300) GPUs. "
-    "Current GPU: {name}",
+    "Current GPU: {name}. ",
     "hybridep": "HybridEP is supported for GB200, GB300 with NVL72 and for Ampere, Hopper, B200 "
-    "and B300 GPUs",
-    "ncclep": "NCCL EP is supported for Hopper and Blackwell GPUs. Current GPU: {name}",
+    "and B300 GPUs. Current GPU: {name}. ",
+    "ncclep": "NCCL EP is supported for Hopper and Blackwell GPUs. Current GPU: {name}. ",
 }
-INVALID = "Not a valid flex dispatcher backend. Skipping flex dispatcher backend configuration."
 
 
 def moe(dispatcher="allgather", backend="before", experts=8):
@@ -63,75 +54,66 @@ def no_probe():
     return AssertionError("the GPU was asked")
 
 
-@pytest.mark.parametrize("name, major, backend, is_good", CASES)
-def test_apply(gpu, caplog, name, major, backend, is_good):
-    gpu(major, name)
+@pytest.mark.parametrize("major", [7, 9, None])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_apply_asks_no_gpu(gpu, caplog, major, backend):
+    gpu(major, error=no_probe())
     config = moe()
     assert apply_flex_dispatcher_backend(config, backend) is None
-    if is_good:
-        assert config == flex(backend) and not caplog.messages
-    else:
-        assert config == moe("alltoall", None)  # shared overlap stays on
-        assert caplog.messages == [APPLY_TEXT[backend].format(name=name)]
-        assert caplog.records[0].levelname == "WARNING"
+    assert config == flex(backend) and not caplog.messages
 
 
 @pytest.mark.parametrize("experts", [None, 0])
-def test_apply_without_experts(gpu, caplog, experts):
-    gpu(9, error=no_probe())
+def test_apply_without_experts(caplog, experts):
     config = moe(experts=experts)
     apply_flex_dispatcher_backend(config, "deepep")
     assert config == moe(experts=experts)
     (text,) = caplog.messages
-    assert text.startswith("DeepEP and HybridEP are only applicable to MoE models. ")
+    assert text.startswith("Flex dispatcher backends are only applicable to MoE models. ")
+    assert caplog.records[0].levelname == "WARNING"
 
 
-def test_apply_without_the_attribute(gpu, caplog):
-    gpu(9, "NVIDIA H100")
+def test_apply_without_the_attribute(caplog):
     config = SimpleNamespace()
     apply_flex_dispatcher_backend(config, "deepep")
     assert config == SimpleNamespace() and len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_apply_without_cuda(gpu, caplog, backend):
-    gpu(None, error=no_probe())
-    config = moe()
-    apply_flex_dispatcher_backend(config, backend)
-    assert config == flex(backend) and not caplog.messages
+@pytest.mark.parametrize("arguments", [(), (None,)])
+@pytest.mark.parametrize("experts", [8, 0])
+def test_none_is_alltoall(caplog, arguments, experts):
+    config = moe("flex", "deepep", experts)
+    apply_flex_dispatcher_backend(config, *arguments)
+    assert config == moe("alltoall", None, experts)  # shared overlap stays on
+    assert not caplog.messages
 
 
-@pytest.mark.parametrize("backend", [None, "deepepv2", "DeepEP", ""])
-def test_apply_with_another_backend(gpu, caplog, backend):
-    gpu(9, "NVIDIA H100")
-    config = moe()
-    apply_flex_dispatcher_backend(config, backend)
-    assert config == moe() and caplog.messages == [INVALID]
-
-
-def test_another_backend_is_the_default(gpu, caplog):
-    gpu(9, "NVIDIA H100")
-    apply_flex_dispatcher_backend(moe())
-    assert caplog.messages == [INVALID]
-
-
-@pytest.mark.parametrize("major, backend", [(9, "deepep"), (9, "hybridep"), (None, "deepepv2")])
-def test_apply_hands_on_errors_of_the_probe(gpu, major, backend):
-    gpu(major, error=RuntimeError("no driver"))
-    config = moe()
-    with pytest.raises(RuntimeError, match="no driver"):
+@pytest.mark.parametrize("experts", [8, 0])
+@pytest.mark.parametrize("backend", ["deepepv2", "DeepEP", "", 3])
+def test_apply_refuses_another_backend(backend, experts):
+    config = moe(experts=experts)
+    with pytest.raises(ValueError) as caught:
         apply_flex_dispatcher_backend(config, backend)
-    assert config == moe()
+    assert str(caught.value) == (
+        f"moe_flex_dispatcher_backend = {backend!r} "
+        "(expected one of deepep, hybridep, ncclep, or None for alltoall)"
+    )
+    assert config == moe(experts=experts)
 
 
-def test_only_rank_0_warns(gpu, caplog, monkeypatch):
-    gpu(7, "Tesla V100")
-    monkeypatch.setenv("RANK", "1")
+def test_a_cleared_backend_restores_alltoall(gpu):
+    gpu(9, error=no_probe())
     config = moe()
-    apply_flex_dispatcher_backend(config, "deepep")
+    apply_flex_dispatcher_backend(config, "hybridep")
+    apply_flex_dispatcher_backend(config, None)
+    validate_flex_dispatcher_backend(config)
+    assert config.moe_token_dispatcher_type == "alltoall"
+
+
+def test_only_rank_0_warns(caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
     apply_flex_dispatcher_backend(moe(experts=0), "deepep")
-    apply_flex_dispatcher_backend(moe(), "other")
-    assert config == moe("alltoall", None) and not caplog.messages
+    assert not caplog.messages
 
 
 def test_the_rank_is_the_process_groups(monkeypatch):
@@ -151,23 +133,28 @@ def test_validate(gpu, name, major, backend, is_good):
     else:
         with pytest.raises(ValueError) as caught:
             validate_flex_dispatcher_backend(config)
-        assert str(caught.value) == VALIDATE_TEXT[backend].format(name=name)
+        text = str(caught.value)
+        assert text.startswith(TEXT[backend].format(name=name))
+        assert "moe_token_dispatcher_type='alltoall'" in text
     assert config == flex(backend)
 
 
-def test_validate_without_a_backend(gpu):
-    gpu(None, error=no_probe())
-    config = moe("flex", None)
-    validate_flex_dispatcher_backend(config)
-    assert config == moe("alltoall", None)
+@pytest.mark.parametrize("backend", [None, "deepepv2"])
+def test_validate_refuses_flex_without_a_backend_it_knows(gpu, backend):
+    gpu(9, error=no_probe())
+    config = moe("flex", backend)
+    match = f"moe_flex_dispatcher_backend = {backend!r} .*deepep, hybridep, ncclep; for alltoall"
+    with pytest.raises(ValueError, match=match):
+        validate_flex_dispatcher_backend(config)
+    assert config == moe("flex", backend)
 
 
-@pytest.mark.parametrize("dispatcher, backend", [("alltoall", "deepep"), ("flex", "deepepv2")])
-def test_validate_leaves_others_alone(gpu, dispatcher, backend):
+@pytest.mark.parametrize("backend", ["deepep", "deepepv2", None])
+def test_validate_leaves_other_dispatchers_alone(gpu, backend):
     gpu(7, error=no_probe())
-    config = moe(dispatcher, backend)
+    config = moe("alltoall", backend)
     validate_flex_dispatcher_backend(config)
-    assert config == moe(dispatcher, backend)
+    assert config == moe("alltoall", backend)
 
 
 def test_validate_hands_on_errors_of_the_probe(gpu):

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`weft.compat.moonep.Buffer` against the experts in one place; numbers are whole, sums exact."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -172,3 +175,15 @@ def unbalanced(rank, num_ranks, group):
 
 def test_rows_beyond_the_usual_number_are_kept(ranks):
     ranks(unbalanced, 2)
+
+
+def test_the_question_before_a_buffer_is_answered_under_its_name():
+    code = """
+import weft.compat
+weft.compat.install("moonep")
+from moonep import Buffer
+from moonep._C import nvl_multicast_supported
+assert nvl_multicast_supported() is True
+assert Buffer is weft.compat.moonep.Buffer
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of MoonEP's buffer, on Weft: every call of `dispatch` gives all ranks about as many
-rows, by slots for copies of other ranks' experts. `weft.compat.install("moonep")` makes
-`import moonep` mean this module.
+"""MoonEP's buffer: every call of `dispatch` gives all ranks about as many rows, by slots for copies
+of other ranks' experts.
 
     rows, route_weights, cu_seqlens, plan = buffer.dispatch(x, weights, ids, counts)
     buffer.prefetch_weight(plan=plan, full_gate_weight=w1, full_up_weight=w3, full_down_weight=w2)
