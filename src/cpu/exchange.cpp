@@ -169,8 +169,9 @@ void CpuExchange::run_attempts(Op op, const std::function<void()>& attempt) {
   check();
   const uint64_t num_calls = board_->last_call();
   const ExchangeStats counters = survival_ ? counters_ : ExchangeStats();
+  const uint64_t epoch = survival_ ? survival_->epoch() : 0;
   if (survival_) {
-    survival_->begin_call();
+    survival_->begin_call(std::exchange(is_second_part_, false));
   }
   std::exception_ptr refusal;
   for (bool is_over = false, is_first = true; !is_over; is_first = false) {
@@ -203,7 +204,9 @@ void CpuExchange::run_attempts(Op op, const std::function<void()>& attempt) {
       throw;
     }
   }
-  tell_losses();
+  if (survival_ && survival_->epoch() != epoch) {
+    tell_losses();
+  }
   if (refusal) {
     std::rethrow_exception(refusal);
   }

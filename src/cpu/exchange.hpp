@@ -47,6 +47,13 @@ class CpuExchange : public Executor {
   void dispatch(
       const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
   ) override;
+  Plan dispatch_routed(
+      const Routing& routing,
+      const PlanOptions& options,
+      const DispatchInput& in,
+      const DispatchOutput& out,
+      const CallOptions& call
+  ) override;
   bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
@@ -149,7 +156,8 @@ class CpuExchange : public Executor {
   std::vector<uint32_t> control_slots_;  // [num_ranks] of each rank's control region
   Region staging_;
   uint64_t call_number_ = 0;
-  std::exception_ptr broken_;  // why the exchange can no longer be used
+  std::exception_ptr broken_;    // why the exchange can no longer be used
+  bool is_second_part_ = false;  // the next call is that of dispatch_routed()
   ExchangeStats counters_;
 
   void connect(const Group& group, uint64_t num_calls);

@@ -139,6 +139,33 @@ TEST_F(SurvivalTest, ARefusedCallEndsOnAllThatAreLeft) {
   EXPECT_EQ(statuses, (std::vector<int>{128 + SIGKILL, 0, 0}));
 }
 
+// A call that plans and dispatches is one call to whoever asks whom it has lost.
+TEST_F(SurvivalTest, ACallInTwoPartsTellsOnceOfRanksLostInTheFirst) {
+  const ExchangeSetup setup = setup_of(3, "shm");
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    std::vector<std::string> heard;
+    Exchange exchange = shrinking(group, setup, [&](const CallReport& report) {
+      heard.push_back(text(report.lost));
+    });
+    group.barrier();
+    if (group.rank() == 0) {
+      std::raise(SIGKILL);
+    }
+    Matrix idx(DType::kInt32, 5, 4);
+    std::fill_n(idx.as<int32_t>(), idx.num_elements(), setup.num_experts - 1);
+    const Matrix x(DType::kBFloat16, 5, setup.hidden);
+    Matrix rows(DType::kBFloat16, 40, setup.hidden);
+    const PlanOptions options = {.row_budget = rows.view().rows};
+    static_cast<void>(
+        exchange.dispatch({.topk_idx = idx.view()}, options, {.x = x.view()}, {.rows = rows.view()})
+    );
+    const std::string told =
+        fmt::format("{}; {}", fmt::join(heard, ", "), text(exchange.report().lost));
+    return verdict(told == "0; 0" ? "" : told);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{128 + SIGKILL, 0, 0}));
+}
+
 // What is stopped in a call is given up at the deadline, and when it comes back it is told so and
 // changes nothing.
 TEST_F(SurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {

@@ -188,6 +188,19 @@ const PlanData& CpuExchange::surviving(const Plan& plan) {
              : surviving_.emplace(whole.call, without(is_lost(), whole)).first->second;
 }
 
+Plan CpuExchange::dispatch_routed(
+    const Routing& routing,
+    const PlanOptions& options,
+    const DispatchInput& in,
+    const DispatchOutput& out,
+    const CallOptions& call
+) {
+  Plan plan = make_plan(routing, options, call);
+  is_second_part_ = true;
+  dispatch(plan, in, out, call);
+  return plan;
+}
+
 CallReport CpuExchange::report() const {
   if (!survival_) {
     return Executor::report();

@@ -171,9 +171,11 @@ bool Survival::is_over(Vigil& wait) {
   return true;
 }
 
-void Survival::begin_call() {
+void Survival::begin_call(bool is_second_part) {
   ++call_;
-  before_ = members_;
+  if (!is_second_part) {
+    before_ = members_;
+  }
   {
     const std::lock_guard lock(mutex_);
     silent_.clear();

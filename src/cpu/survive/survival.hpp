@@ -51,8 +51,9 @@ class Survival {
   // Since the last call of it, ranks have joined again, perhaps this one.
   [[nodiscard]] bool takes_newcomers() { return std::exchange(has_newcomers_, false); }
 
-  // A call, or a change of the members that all take part in as in a call.
-  void begin_call();
+  // A call, or a change of the members that all take part in as in a call. is_second_part: what the
+  // call before has lost counts for this one, too.
+  void begin_call(bool is_second_part = false);
   // This rank has all that it needs of the call. True once that holds for all members; false if the
   // members have changed and the call has to be made again. Throws TimeoutError.
   [[nodiscard]] bool finish_call(std::string_view op);
