@@ -21,7 +21,7 @@ from weft.outputs import Plan
 _ROW_BYTES = 8192  # of what travels at once; a guess
 _UNIT_BYTES = 16  # that a row is a multiple of
 
-# (blocks uint8 [n, bytes], the rank that each goes to, the ranks of the m that come here, ascending)
+# (blocks uint8 [n, bytes], the rank that each goes to, whose the m are that come here, ascending)
 # -> uint8 [m, bytes], those for this rank, by the source's rank, then its order. Collective.
 Carry = Callable[[Tensor, list[int], list[int]], Tensor]
 
