@@ -38,7 +38,9 @@ class Balance:
     Collective. exchange: whose ranks, experts (El of each rank) and device it is for. replicas: R,
     the same on all ranks. shapes: of each tensor of an expert's weights, without the experts.
     dtypes: of all of them, or one for each; any, FP8 and scales included. copy_engines: on GPUs
-    these carry what moves. timeout: seconds, of every wait. Raises InvalidArgument on every rank if
+    these carry what moves. timeout: seconds, of every wait. on_peer_loss: "fail", or "shrink" as of
+    an `Exchange`: replicas of a lost rank's experts are then zeros, and gradients are those of the
+    ranks that are left; not with wgrad "blocks". Raises InvalidArgument on every rank if
     one rank's arguments are wrong or differ. Calls are collective, and raise InvalidArgument on
     every rank if one rank's are wrong, TimeoutError, PeerError.
     """
@@ -52,8 +54,10 @@ class Balance:
         dtypes: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
         copy_engines: bool = False,
         timeout: float = 30.0,
+        on_peer_loss: str = "fail",
     ) -> None:
         self.group = exchange.group
+        self._on_peer_loss = on_peer_loss
         kinds = self.group.agreed("Balance", lambda: _kinds(replicas, shapes, dtypes))
         self._agree((replicas, kinds))
         self.replicas = replicas
@@ -84,8 +88,9 @@ class Balance:
     def _make_carrier(self, copy_engines: bool, timeout: float) -> Exchange:
         """With room for all replicas of the group from one rank, and for their gradients."""
         num_ranks = self.group.num_ranks
-        row, each = copies.rows_of(sum(copies.bytes_of(one).size(1) for one in self._places))
-        row_back, each_back = copies.rows_of(_ITEM * self._elements)
+        tag = copies.TAG_BYTES
+        row, each = copies.rows_of(tag + sum(copies.bytes_of(one).size(1) for one in self._places))
+        row_back, each_back = copies.rows_of(tag + _ITEM * self._elements)
         return Exchange(
             self.group,
             hidden=max(row, row_back),
@@ -95,6 +100,7 @@ class Balance:
             device=self.device,
             copy_engines=copy_engines,
             timeout=timeout,
+            on_peer_loss=self._on_peer_loss,
         )
 
     @property
@@ -185,6 +191,8 @@ class Balance:
         with self._refusing("apply"):
             held = self._hold_of(plan_or_placement, weights)
             _check_wgrad(wgrad, queue, weights)
+            if wgrad == "blocks" and self._on_peer_loss == "shrink":
+                raise InvalidArgument('wgrad = "blocks" needs all ranks (on_peer_loss = "fail")')
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.is_same(held):
             held = ahead
@@ -253,9 +261,11 @@ class Balance:
                 "many as the weights)"
             )
 
-    def _carry(self, blocks: Tensor, to: list[int], num_received: int) -> Tensor:
+    def _carry(self, blocks: Tensor, to: list[int], sources: list[int]) -> Tensor:
         options = {"copy_engines": self._copy_engines}
-        return copies.carry(self._carrier, blocks, to, num_received, **options)
+        if self._on_peer_loss == "shrink":
+            return copies.carry_from_those_left(self._carrier, blocks, to, sources, **options)
+        return copies.carry(self._carrier, blocks, to, len(sources), **options)
 
     def _sends(self, placement: Tensor) -> copies.Sends:
         return copies.sends_of(placement, self.num_local_experts, self.group.rank)

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.exchange import Exchange
+from weft.outputs import Plan
 
 _ROW_BYTES = 8192  # of what travels at once; a guess
 _UNIT_BYTES = 16  # that a row is a multiple of
 
-# (blocks uint8 [n, bytes], the rank that each goes to, m) -> uint8 [m, bytes], those for this rank,
-# by the source's rank, then its order. Collective.
-Carry = Callable[[Tensor, list[int], int], Tensor]
+# (blocks uint8 [n, bytes], the rank that each goes to, whose the m are that come here, ascending)
+# -> uint8 [m, bytes], those for this rank, by the source's rank, then its order. Collective.
+Carry = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
 class Copy(NamedTuple):
@@ -79,15 +80,44 @@ def carry(
     exchange: Exchange, blocks: Tensor, to: Sequence[int], num_received: int, **options: Any
 ) -> Tensor:
     """`Carry` by an exchange with one expert on each rank. options: of `plan_and_dispatch`."""
+    return _carried(exchange, blocks, to, num_received, **options)[0]
+
+
+def _carried(
+    exchange: Exchange, blocks: Tensor, to: Sequence[int], num_received: int, **options: Any
+) -> tuple[Tensor, Plan]:
+    """And the plan by which they came."""
     width, device = blocks.size(1), blocks.device
     row, each = rows_of(width)
     rows = functional.pad(blocks, (0, each * row - width)).view(-1, row)
     routes = torch.tensor(to, dtype=torch.int32).repeat_interleave(each).view(-1, 1).to(device)
     budget = num_received * each
-    _, out = exchange.plan_and_dispatch(
+    plan, out = exchange.plan_and_dispatch(
         routes, rows, layout="rank_major", row_budget=budget, **options
     )
-    return out.rows.view(num_received, each * row)[:, :width]
+    return out.rows.view(num_received, each * row)[:, :width], plan
+
+
+TAG_BYTES = 16  # before a block, where its rank may be lost
+
+
+def carry_from_those_left(
+    exchange: Exchange, blocks: Tensor, to: Sequence[int], sources: Sequence[int], **options: Any
+) -> Tensor:
+    """`carry` by an exchange that goes on without lost ranks. sources: whose each block is that
+    comes here, ascending. Zeros for those of ranks that are lost."""
+    # Rows of a rank that is lost before the plan are not there, later ones are zeros: blocks say
+    # whose they are.
+    tag = torch.zeros(blocks.size(0), TAG_BYTES, dtype=torch.uint8)
+    tag.view(torch.int32)[:, 0] = exchange.rank + 1
+    tagged = torch.cat([tag, blocks], dim=1)
+    came, plan = _carried(exchange, tagged, to, len(sources), **options)
+    came = came[: sum(plan.core.rows_per_expert) // rows_of(tagged.size(1))[1]]
+    source = came[:, :TAG_BYTES].contiguous().view(torch.int32)[:, 0] - 1
+    has_come = torch.isin(torch.tensor(sources, dtype=torch.int32), source)
+    out = torch.zeros(len(sources), blocks.size(1), dtype=torch.uint8)
+    out[has_come] = came[source >= 0, TAG_BYTES:]
+    return out
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -119,8 +149,8 @@ def put_weights(
 
     slots [any, ...] and own [El, ...]: as many, with as many bytes for an expert, contiguous."""
     blocks = _picked(own, [one.expert for one in sends.from_here])
-    came = carried(blocks, [one.at for one in sends.from_here], len(sends.to_here))
     order = sorted(sends.to_here, key=lambda one: (one.owner, one.slot))
+    came = carried(blocks, [one.at for one in sends.from_here], [one.owner for one in order])
     into = _numbers([one.slot for one in order], blocks.device)
     for slot, part in zip(slots, _parts(came, slots)):
         bytes_of(slot).index_copy_(0, into, part)
@@ -135,7 +165,8 @@ def add_gradients(
     slots [any, ...] and own [El, ...]: pairwise of the same type and shape behind that, contiguous.
     """
     blocks = _picked(slots, [one.slot for one in sends.to_here])
-    came = carried(blocks, [one.owner for one in sends.to_here], len(sends.from_here))
+    sources = [one.at for one in sends.from_here]
+    came = carried(blocks, [one.owner for one in sends.to_here], sources)
     experts = sorted({one.expert for one in sends.from_here})
     waves = _waves([experts.index(one.expert) for one in sends.from_here])
     touched = _numbers(experts, blocks.device)
@@ -186,7 +217,7 @@ def add_in_turn(
                 to.append(then)
             if then == rank:
                 awaited.append((at, expert))
-        came = carried(torch.cat(sums).view(torch.uint8), to, len(awaited))
+        came = carried(torch.cat(sums).view(torch.uint8), to, sorted(at for at, _ in awaited))
         came = came.contiguous().view(torch.float32)
         arrived |= {expert: total for (_, expert), total in zip(sorted(awaited), came)}
     first = rank * num_local

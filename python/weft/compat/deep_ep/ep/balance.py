@@ -69,13 +69,13 @@ def check_gradients(redundant: tuple[Tensor, ...], own: tuple[Tensor, ...], num_
 def carry_by(call: Call, num_ranks: int, most: int, num_sms: int) -> Carry:
     """By exchanges of `call`. most: blocks that any rank sends, alike on all of them."""
 
-    def carried(blocks: Tensor, to: list[int], num_received: int) -> Tensor:
+    def carried(blocks: Tensor, to: list[int], sources: list[int]) -> Tensor:
         row, each = rows_of(blocks.size(1))
-        budget = num_received * each
+        budget = len(sources) * each
         key = (row, num_ranks, blocks.device)
         call.plans(key, max(most * each, 1), 1, layout="rank_major", row_budget=budget)
         sms = num_sms if blocks.is_cuda else 0
-        return carry(call.exchange, blocks, to, num_received, num_sms=sms)
+        return carry(call.exchange, blocks, to, len(sources), num_sms=sms)
 
     return carried
 

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `Balance` that goes on without a rank that is killed: weights and gradients of those left."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+import weft
+
+RANKS, VICTIM, LOCAL, SHAPE = 3, 1, 2, (3, 5)
+PLACEMENT = torch.tensor([[2, 4], [0, 4], [2, 0]], dtype=torch.int32)
+
+
+def tensors(rank, seed, num):
+    return torch.randn(num, *SHAPE, generator=torch.Generator().manual_seed(10 * seed + rank))
+
+
+def check_step(balance, rank, seed, left, step):
+    step("push")
+    (slots,) = balance.push_weights(PLACEMENT, [tensors(rank, seed, LOCAL)])
+    for slot, expert in enumerate(PLACEMENT[rank].tolist()):
+        owner = expert // LOCAL
+        weight = tensors(owner, seed, LOCAL)[expert % LOCAL]
+        wanted = weight if owner in left["push"] else torch.zeros(SHAPE)
+        assert torch.equal(slots[slot], wanted)
+    grads = tensors(rank, seed + 1, LOCAL + 2)
+    wanted = grads.clone()
+    for at in left["reduce"]:
+        for slot, expert in enumerate(PLACEMENT[at].tolist()):
+            if expert // LOCAL == rank:
+                wanted[expert % LOCAL] += tensors(at, seed + 1, LOCAL + 2)[LOCAL + slot]
+    step("reduce")
+    balance.reduce_grads(PLACEMENT, [grads])
+    assert torch.equal(grads, wanted)
+
+
+def killed(rank, num_ranks, group, name):
+    ex = weft.Exchange(group, hidden=16, num_experts=RANKS * LOCAL, on_peer_loss="shrink")
+    balance = weft.Balance(
+        ex, replicas=2, shapes=[SHAPE], dtypes=torch.float32, on_peer_loss="shrink"
+    )
+
+    def step(now):
+        if now == name and rank == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    everyone, rest = [0, 1, 2], [0, 2]
+    check_step(balance, rank, 1, {"push": everyone, "reduce": everyone}, lambda _: None)
+    push = rest if name == "push" else everyone
+    check_step(balance, rank, 3, {"push": push, "reduce": rest}, step)
+    check_step(balance, rank, 5, {"push": rest, "reduce": rest}, lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["push", "reduce"])
+def test_weights_and_gradients_when_a_rank_is_killed(ranks, name):
+    ranks(killed, RANKS, name, dying=(VICTIM,))
