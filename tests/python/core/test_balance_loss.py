@@ -56,3 +56,15 @@ def killed(rank, num_ranks, group, name):
 @pytest.mark.parametrize("name", ["push", "reduce"])
 def test_weights_and_gradients_when_a_rank_is_killed(ranks, name):
     ranks(killed, RANKS, name, dying=(VICTIM,))
+
+
+def blocks(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=16, num_experts=RANKS * LOCAL, on_peer_loss="shrink")
+    balance = weft.Balance(ex, replicas=2, shapes=[SHAPE], on_peer_loss="shrink")
+    weights = torch.zeros(LOCAL, *SHAPE, dtype=torch.bfloat16)
+    with pytest.raises(weft.InvalidArgument, match='wgrad = "blocks" needs all ranks'):
+        balance.lend(PLACEMENT, torch.zeros(1, 16), weights, wgrad="blocks")
+
+
+def test_sums_from_rank_to_rank_are_refused(ranks):
+    ranks(blocks, RANKS)
