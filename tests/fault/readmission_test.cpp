@@ -444,8 +444,9 @@ TEST_F(ReadmissionTest, ThoseWhoComeBackGoOnWhenAllOthersAreLost) {
   EXPECT_EQ(second.status(), 0);
 }
 
-// Lives that are two apart share a line of the roll.
-TEST_F(ReadmissionTest, WhoLeavesLateDoesNotLeaveForTheNextButOne) {
+// Lives that are two apart share a line of the roll. Rank 1 was stopped in the middle of a call,
+// for all that others know.
+TEST_F(ReadmissionTest, WhoGoesOnLateSaysNothingForTheNextButOne) {
   struct Board {
     std::array<Letter, 2> letters;
     std::atomic<bool> is_asking = false;
@@ -470,8 +471,16 @@ TEST_F(ReadmissionTest, WhoLeavesLateDoesNotLeaveForTheNextButOne) {
     Roll roll(*source, Group::rejoin(1, board->letters[1].await()));
     roll.be_next(roll.members());
     roll.ask(true);
+    const Roll::Members members = roll.members();
+    const std::array<std::byte, 3> said = {std::byte{1}, std::byte{2}, std::byte{3}};
+    roll.arrive(members, 77);
+    roll.post(9, 1, said);
     board->is_asking.store(true);
     await(board->is_gone);
+    const auto mail = roll.mail(1, 9, 1);
+    if (!roll.has_arrived(1, members, 77) || !mail || !std::ranges::equal(*mail, said)) {
+      return 2;
+    }
     for (int i = 0; i < 10'000 && !roll.is_in(roll.members()); ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -482,7 +491,11 @@ TEST_F(ReadmissionTest, WhoLeavesLateDoesNotLeaveForTheNextButOne) {
     std::string problem = rounds.run(*exchange, 1);
     group.barrier();
     if (group.rank() == 1) {
+      const auto source = make_shm_memory();
+      Roll late(*source, Group::rejoin(1, exchange->invitation()));
       await(board->is_asking);
+      late.arrive(late.members(), 5);
+      late.post(3, 1, std::array{std::byte{4}});
       exchange.reset();
       board->is_gone.store(true);
       return verdict(problem);

@@ -217,10 +217,12 @@ Roll::Members Roll::members() const {
   }
 }
 
+bool Roll::has_line() const {
+  return read(own_line().pid) == static_cast<uint64_t>(::getpid());
+}
+
 void Roll::leave() {
-  // A process forked by this one leaves nothing, nor does who lost its place: the next life but one
-  // may have the line by now.
-  if (read(own_line().pid) != static_cast<uint64_t>(::getpid())) {
+  if (!has_line()) {
     return;
   }
   ask(false);
@@ -229,7 +231,9 @@ void Roll::leave() {
 }
 
 void Roll::arrive(const Members& with, uint64_t call) {
-  write(own_line().arrived, arrival(with.epoch, call));
+  if (has_line()) {
+    write(own_line().arrived, arrival(with.epoch, call));
+  }
 }
 
 bool Roll::has_arrived(int rank, const Members& with, uint64_t call) const {
@@ -284,6 +288,9 @@ void Roll::post(uint64_t epoch, uint64_t round, std::span<const std::byte> block
       block.size(),
       kMailBytes
   );
+  if (!has_line()) {
+    return;
+  }
   Mail& mail = own_line().mail[round % 2];
   // Each store after the first, and each load before the last, keeps the order of the two numbers.
   write(mail.number, 0);

@@ -15,7 +15,8 @@
 // A place among the ranks is taken by one life after the other: by the process that began there,
 // then by those that join again. Which life a place is at is agreed on with the members. Lives that
 // follow each other have lines of their own, so that one that was given up and goes on changes
-// nothing that the next one says, and sees that it is none of the members.
+// nothing that the next one says, and sees that it is none of the members. The next but one has its
+// line, and it writes nothing there any more.
 //
 // So a call ends with the same members on all ranks, whoever dies meanwhile. tests/model/roll.pml
 // is the model of it.
@@ -135,6 +136,8 @@ class Roll {
     return line(seat(rank, lives_[static_cast<size_t>(rank)]));
   }
   [[nodiscard]] Line& own_line() const { return line(seat(rank_, life_)); }
+  // It is this process's still: neither the next life but one has it, nor was this one forked.
+  [[nodiscard]] bool has_line() const;
   [[nodiscard]] uint64_t* proposal(size_t seat, uint64_t epoch) const;
   [[nodiscard]] size_t line_bytes() const;
 
