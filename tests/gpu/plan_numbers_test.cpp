@@ -2,6 +2,7 @@
 // The plan kernel's arithmetic, on the host: needs no GPU.
 #include <gtest/gtest.h>
 
+#include "cuda/layout/divide.hpp"
 #include "cuda/plan/shared_map.hpp"
 
 namespace weft::test {

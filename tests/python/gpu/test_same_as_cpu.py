@@ -382,8 +382,8 @@ def assert_same(cpu, gpu, what):
         differ = (cpu.float() != gpu.float()).nonzero()
         first = tuple(differ[0].tolist())
         raise AssertionError(
-            f"{what}, {list(cpu.shape)}: {len(differ)} elements differ in rows "
-            f"{differ[:, 0].unique().tolist()[:20]}, first at {first}: {cpu[first]}, not {gpu[first]}"
+            f"{what}, {list(cpu.shape)}: {len(differ)} elements differ, in rows "
+            f"{differ[:, 0].unique().tolist()[:20]}; at {first}: {cpu[first]}, not {gpu[first]}"
         )
 
 
