@@ -117,6 +117,8 @@ Env Env::read(const Lookup& lookup) {
   env.fabric_address = reader.text("WEFT_FABRIC_ADDRESS");
   env.fabric_queues = reader.number("WEFT_FABRIC_QUEUES", 1, 16).value_or(env.fabric_queues);
   reader.choose("WEFT_FABRIC_GPU_MEMORY", env.fabric_gpu_memory, {"auto", "direct", "host"});
+  env.rxm_buffer_bytes =
+      parse_number<uint64_t>(reader.text("FI_OFI_RXM_BUFFER_SIZE").value_or("")).value_or(0);
   reader.choose("WEFT_LOG", env.log_level, {"debug", "info", "warn", "error", "off", "calls"});
   if (reader.text("WEFT_LOG") == "calls") {  // for the Python package, which logs its calls
     env.log_level = LogLevel::kWarn;

@@ -45,6 +45,7 @@ struct Env {
   std::optional<std::string> fabric_address;  // WEFT_FABRIC_ADDRESS, interface, address or network
   int fabric_queues = 1;                      // WEFT_FABRIC_QUEUES, endpoints of each rank
   FabricGpuMemory fabric_gpu_memory = FabricGpuMemory::kAuto;  // WEFT_FABRIC_GPU_MEMORY
+  uint64_t rxm_buffer_bytes = 0;         // FI_OFI_RXM_BUFFER_SIZE, libfabric's own; 0: not set
   LogLevel log_level = LogLevel::kWarn;  // WEFT_LOG: debug, info, warn, error, off or calls
 
   std::optional<std::string> tuning;              // WEFT_TUNING, a file that `weft tune` wrote

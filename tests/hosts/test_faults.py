@@ -201,6 +201,15 @@ def test_a_rank_of_another_version_is_named_by_all(make_lab):
         assert one.out[-1].startswith(f"error {said}"), one.say()
 
 
+def test_another_setting_of_libfabric_is_named_by_all_ranks(make_lab):
+    hosts = make_lab(2).hosts
+    job = Job(hosts, [HOST_RANK])
+    for rank in range(4):
+        job.start(rank, FI_OFI_RXM_BUFFER_SIZE=2048 if rank == 2 else 1024)
+    for error in errors_of(job, hosts):
+        assert "connect: FI_OFI_RXM_BUFFER_SIZE is 2048 on rank 2 (this rank: 1024" in error, error
+
+
 def test_a_provider_that_gets_no_memory_is_named_by_all_ranks(make_lab):
     a, b = make_lab(2).hosts
     # With the buffers that libfabric would like, which have no room where one rank may take 40 MB.

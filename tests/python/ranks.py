@@ -117,7 +117,10 @@ class Ranks:
         return [value for _, value in answers]
 
     def _start(self, num_ranks: int) -> None:
-        os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+        # A process that takes a dead one's place must have libfabric's variables of the others.
+        os.environ.update(
+            GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", FI_OFI_RXM_BUFFER_SIZE="1024"
+        )
         if len(self._workers) < num_ranks:
             self._joined = (0, "")
         while len(self._workers) < num_ranks:

@@ -26,6 +26,7 @@ constexpr int kSpins = 50;
 struct Hello {
   uint64_t num_signals = 0;
   uint64_t session = 0;  // rank 0's counts
+  uint64_t rxm_buffer_bytes = 0;
   ProcessPlace place;
 };
 
@@ -46,7 +47,11 @@ OfiTransport::OfiTransport(
       session_(random_value<uint64_t>()),
       addresses_(static_cast<size_t>(group.num_ranks())) {
   open(group, kind, options.device);
-  const Hello hello = {.num_signals = num_signals_, .session = session_, .place = this_place()};
+  const Hello hello = {
+      .num_signals = num_signals_,
+      .session = session_,
+      .rxm_buffer_bytes = api().rxm_buffer_bytes,
+      .place = this_place()};
   const auto bytes = std::as_bytes(std::span(&hello, 1));
   std::vector<Bytes> own = {Bytes(bytes.begin(), bytes.end())};
   for (const auto& queue : queues_) {
@@ -116,6 +121,15 @@ void OfiTransport::connect(int rank, const Bytes& packed, const std::string& hos
   const Bytes first = blocks ? blocks->front() : Bytes();
   const auto hello = block_value<Hello>(first, static_cast<size_t>(rank), context_);
   check_same_signals(context_, rank, hello.num_signals, num_signals_);
+  WEFT_CHECK_ARG(
+      context_,
+      hello.rxm_buffer_bytes == api().rxm_buffer_bytes || !fabric_->name().ends_with("ofi_rxm"),
+      "connect: FI_OFI_RXM_BUFFER_SIZE is {} on rank {} (this rank: {}; 0: not set): libfabric's "
+      "variables must be the same on all ranks",
+      hello.rxm_buffer_bytes,
+      rank,
+      api().rxm_buffer_bytes
+  );
   session_ = rank == 0 ? hello.session : session_;
   if (!is_remote(rank)) {
     return;

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of several domains, as several hosts have them: on one machine by smaller domains."""
 
-import os
-
 import pytest
 import torch
-import torch.distributed as dist
+from domain_cases import NUM_RANKS, two_domains
 
 import weft
 from weft.dispatcher import DispatcherGroups
@@ -21,12 +19,8 @@ def whole_numbers(seed, *shape):
 
 
 def in_two_domains(rank, num_ranks, group, body):
-    os.environ["WEFT_RANKS_PER_DOMAIN"] = "2"
-    try:
-        # Another process group: Weft remembers what it found out about one.
-        globals()[body](rank, num_ranks, dist.new_group(list(range(num_ranks))))
-    finally:
-        del os.environ["WEFT_RANKS_PER_DOMAIN"]
+    with two_domains() as group:
+        globals()[body](rank, num_ranks, group)
 
 
 def routed(rank):
@@ -71,4 +65,4 @@ def layers_agree(rank, num_ranks, group):
 
 @pytest.mark.parametrize("body", ["crosses_once", "layers_agree"])
 def test_two_domains_of_two(ranks, body):
-    ranks(in_two_domains, 4, body)
+    ranks(in_two_domains, NUM_RANKS, body)

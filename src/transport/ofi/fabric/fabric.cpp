@@ -43,6 +43,7 @@ Api open_library() {
   load(api, api.fabric, library, "fi_fabric", "FABRIC_1.1");
   load(api, api.strerror, library, "fi_strerror", "FABRIC_1.0");
   if (api.obstacle.empty()) {
+    api.rxm_buffer_bytes = Env::read().rxm_buffer_bytes;
     const uint32_t number = version();
     api.version = fmt::format("{}.{}", FI_MAJOR(number), FI_MINOR(number));
     if (FI_VERSION_LT(number, kApiVersion)) {

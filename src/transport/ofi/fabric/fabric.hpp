@@ -51,6 +51,9 @@ class KeptHandlers {
 struct Api {
   std::string obstacle;  // empty: the functions are there
   std::string version;   // "1.17"
+  // FI_OFI_RXM_BUFFER_SIZE when libfabric read it. Layer ofi_rxm refuses peers with another one
+  // again and again, without a word.
+  uint64_t rxm_buffer_bytes = 0;
   decltype(&::fi_getinfo) getinfo = nullptr;
   decltype(&::fi_freeinfo) freeinfo = nullptr;
   decltype(&::fi_dupinfo) dupinfo = nullptr;
