@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from domain_cases import NUM_RANKS, two_domains
 
 import weft
+from domain_cases import NUM_RANKS, two_domains
 from weft.dispatcher import DispatcherGroups
 from weft.examples.layer import DISPATCHERS, MoELayer, make_dispatcher
 

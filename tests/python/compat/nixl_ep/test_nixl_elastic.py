@@ -179,6 +179,7 @@ def lost(rank, num_ranks, group, way, how, folder):
             exchange(case, buffer)
         assert status_of(buffer) == [1, 0, 1]
     else:
+        handle = None  # while one is alive, others wait for this rank
         buffer.destroy()
         buffer = sized(rank, num_ranks, given)
     if how == "killed":
