@@ -384,7 +384,8 @@ class Buffer(DeepEPBuffer):
     def destroy(self) -> None:
         """Waits for this rank's GPU and gives the memory back; the buffer is of no use then.
 
-        While a handle of it is alive, other ranks' calls still wait for this rank. AssertionError without explicitly_destroy.
+        While a handle of it is alive, other ranks' calls still wait for this rank. AssertionError
+        without explicitly_destroy.
         """
         self._check_alive()
         check(self.explicitly_destroy, "destroy: `explicitly_destroy` flag must be set")
