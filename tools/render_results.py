@@ -36,6 +36,7 @@ LAYER = {"dispatcher": "mode", "p50 us": ("us_p50", 0), "p99 us": ("us_p99", 0),
 LAYER |= {"backward us": ("backward_us_p50", 0), "times faster than alltoall": ("times", 2)}
 LAYER |= {"peak GiB": ("peak_bytes", 2, 2**-30), "without parameters and gradients": ("other_bytes", 2, 2**-30)}
 LAYER |= {"exchange beside it, GiB": ("exchange_bytes", 2, 2**-30)}
+STORM = {key: (key, 0) for key in ("storms", "deaths", "killed", "stopped", "left", "masked", "wrong", "hung")}
 DEATH = {key: (key, 0) for key in ("ranks", "deaths", "wrong", "hung")} | {"p50 ms": ("ms_p50", 0), "p99 ms": ("ms_p99", 0)}
 RETURN = {key: (key, 0) for key in ("ranks", "readmissions", "wrong", "hung")} | {"p50 ms": ("ms_p50", 0), "p99 ms": ("ms_p99", 0)}
 COST = {"case": "case", "samples": ("samples", 0), "without, p50 us": ("us_p50_fail", 0), "with, p50 us": ("us_p50", 0)}
@@ -120,6 +121,8 @@ def kind_of(row, run):
         elif row["exposed_of_exchange"]:
             row.setdefault("exchange_of_step", row["exposed_of_step"] / row["exposed_of_exchange"])
         return step_heading(run), STEP, row
+    if row["op"] == "storm":
+        return f"Storms of 2 to 8 ranks ({row['executor']}, {row['transport']})", STORM, row
     if row["op"] == "death":
         return f"From a death to the end of the call on all others ({row['executor']}, {row['transport']})", DEATH, row
     if row["op"] == "readmission":

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <string>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <thread>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "core/clock.hpp"
+#include "measure/results.hpp"
 #include "survivors/shared.hpp"
 #include "survivors/storm.hpp"
 
@@ -28,6 +30,7 @@ struct Wanted {
   int64_t seconds = 0;
   uint64_t seed = 1;
   int jobs = 1;
+  std::string json;  // empty: none
   StormLimits limits;
 };
 
@@ -81,6 +84,23 @@ void print(const Tally& tally) {
   std::fflush(stdout);
 }
 
+void save(const Tally& tally, const std::string& path) {
+  const nlohmann::ordered_json row = {
+      {"op", "storm"},
+      {"executor", "cpu"},
+      {"transport", "shm"},
+      {"storms", tally.storms.load()},
+      {"deaths", tally.deaths()},
+      {"killed", tally.killed.load()},
+      {"stopped", tally.stopped.load()},
+      {"left", tally.left.load()},
+      {"masked", tally.masked.load()},
+      {"wrong", tally.wrong.load()},
+      {"hung", tally.hung.load()},
+  };
+  program::save_results(path, nlohmann::ordered_json::array({row}), {});
+}
+
 int run(const Wanted& wanted) {
   const Shared<Tally> tally;
   std::vector<pid_t> jobs;
@@ -108,6 +128,9 @@ int run(const Wanted& wanted) {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   print(*tally);
+  if (!wanted.json.empty()) {
+    save(*tally, wanted.json);
+  }
   return tally->wrong + tally->hung == 0 ? 0 : 1;
 }
 
@@ -129,6 +152,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--deadline-ms", deadline_ms, "After which a stopped rank is given up")
       ->capture_default_str();
+  app.add_option("--json", wanted.json, "Write what was counted to this file");
   CLI11_PARSE(app, argc, argv);
   wanted.limits.deadline = std::chrono::milliseconds(deadline_ms);
   return weft::test::run(wanted);
