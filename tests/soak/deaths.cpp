@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Storms of deaths for as long as asked: ranks are killed, stopped, leave and are given up at
-// random, and what the others compute is compared with the reference. Ends with 1 if anything was
-// wrong or hung; the seed that is named shows the same ranks, calls and events again.
+// Storms of deaths for as long as asked: ranks are killed, stopped, leave, are given up and come
+// back at random, and what the others compute is compared with the reference. Ends with 1 if
+// anything was wrong or hung; the seed that is named shows the same ranks, calls and events again.
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
@@ -42,6 +42,7 @@ struct Tally {
   std::atomic<int64_t> stopped = 0;
   std::atomic<int64_t> left = 0;
   std::atomic<int64_t> masked = 0;
+  std::atomic<int64_t> returned = 0;
   std::atomic<int64_t> wrong = 0;
   std::atomic<int64_t> hung = 0;
 
@@ -50,6 +51,7 @@ struct Tally {
     stopped += count.stopped;
     left += count.left;
     masked += count.masked;
+    returned += count.returned;
     wrong += count.wrong;
     hung += count.hung;
   }
@@ -70,14 +72,15 @@ void run_job(const Wanted& wanted, Tally& tally) {
 
 void print(const Tally& tally) {
   fmt::print(
-      "soak-deaths: {} storms, {} deaths ({} killed, {} stopped, {} left, {} masked), {} wrong, {} "
-      "hung\n",
+      "soak-deaths: {} storms, {} deaths ({} killed, {} stopped, {} left, {} masked), {} came "
+      "back, {} wrong, {} hung\n",
       tally.storms.load(),
       tally.deaths(),
       tally.killed.load(),
       tally.stopped.load(),
       tally.left.load(),
       tally.masked.load(),
+      tally.returned.load(),
       tally.wrong.load(),
       tally.hung.load()
   );
@@ -95,6 +98,7 @@ void save(const Tally& tally, const std::string& path) {
       {"stopped", tally.stopped.load()},
       {"left", tally.left.load()},
       {"masked", tally.masked.load()},
+      {"returned", tally.returned.load()},
       {"wrong", tally.wrong.load()},
       {"hung", tally.hung.load()},
   };
@@ -149,6 +153,8 @@ int main(int argc, char** argv) {
   app.add_option("--seed", wanted.seed, "Of the first storm")->capture_default_str();
   app.add_option("--jobs", wanted.jobs, "Storms at the same time")->capture_default_str();
   app.add_option("--stops", wanted.limits.stops, "Share of storms with ranks that are stopped")
+      ->capture_default_str();
+  app.add_option("--returns", wanted.limits.returns, "Share of the others in which ranks come back")
       ->capture_default_str();
   app.add_option("--deadline-ms", deadline_ms, "After which a stopped rank is given up")
       ->capture_default_str();

@@ -9,12 +9,17 @@
 #include <csignal>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <sys/prctl.h>
+#include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include "group/control_plane.hpp"
 #include "support/watch.hpp"
+#include "survivors/fates.hpp"
 #include "survivors/shared.hpp"
 #include "survivors/survivors.hpp"
 
@@ -23,173 +28,142 @@ namespace {
 
 using namespace std::chrono_literals;
 
-enum class End : uint8_t { kNone, kKilled, kStopped, kLeft, kMasked };
-enum class When : uint8_t { kTime, kStep, kLoss };
-
-// What becomes of a rank.
-struct Fate {
-  End end = End::kNone;
-  When when = When::kTime;
-  std::chrono::microseconds time = {};
-  int step = 0;    // call, from 0
-  int masker = 0;  // with kMasked: who gives it up
-};
-
-struct Storm {
-  uint64_t seed = 0;
-  ExchangeSetup setup;
-  Case spec;
-  std::vector<Fate> fates;  // by rank
-  int last = 0;             // the rank that is left
-  std::chrono::seconds bound = 120s;
-};
-
-constexpr int kMaxRanks = 8;
-
 // What the processes of a storm tell each other.
 struct Board {
-  std::array<std::atomic<pid_t>, kMaxRanks> pid = {};
+  using Numbers = std::array<std::atomic<int>, kMostRanks>;  // by rank
+  Numbers pid = {};
+  Numbers came = {};    // the return with which the rank's process was started, 0: none
+  Numbers is_in = {};   // that process is a rank
+  Numbers wanted = {};  // the return with which one shall come in its place; 0: none
+  // Of the last return: its number, and the round from which all go on.
+  std::atomic<int> number = 0;
+  std::atomic<uint64_t> round = 0;
+  std::array<char, 256> invitation = {};
+  std::atomic<bool> is_over = false;
+  std::array<StormCount, kMostRanks> counts = {};  // of those who came, by rank
 };
 
 // Thrown by a rank that leaves between two calls.
 struct Leaves {};
 
-template <class T, size_t size>
-T pick(RandomSource& random, const std::array<T, size>& values) {
-  return values[random.below(size)];
-}
-
-// No replicas, or some that each plan chooses, or some that stay where they are.
-Balancing random_balance(const ExchangeSetup& setup, RandomSource& random) {
-  Balancing balance = {.replicas = static_cast<int>(random.between(0, 2))};
-  const int per_rank = setup.num_experts / setup.num_ranks;
-  const bool is_fixed = random.below(3) > 0;
-  for (int rank = 0; is_fixed && rank < setup.num_ranks; ++rank) {
-    std::vector<int32_t> here;
-    for (int replica = 0; replica < balance.replicas; ++replica) {
-      const auto expert =
-          static_cast<int32_t>(random.below(static_cast<uint64_t>(setup.num_experts)));
-      const bool may_be =
-          expert / per_rank != rank && std::ranges::find(here, expert) == here.end();
-      here.push_back(may_be ? expert : -1);
-    }
-    balance.placement.insert(balance.placement.end(), here.begin(), here.end());
-  }
-  return balance;
-}
-
-Case random_spec(const ExchangeSetup& setup, RandomSource& random) {
-  Case spec;
-  spec.topk = static_cast<int>(random.between(1, setup.max_topk));
-  spec.layout =
-      pick(random, std::array{Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided});
-  spec.pad_multiple =
-      spec.layout == Layout::kRankMajor ? 1 : pick(random, std::array<int64_t, 3>{1, 7, 16});
-  const bool may_keep_order = spec.layout != Layout::kRankMajor;
-  spec.order = may_keep_order && random.below(3) == 0 ? SumOrder::kTopk : SumOrder::kRank;
-  spec.output = pick(random, std::array{OutputMemory::kDirect, OutputMemory::kStaged});
-  spec.hole_fraction = pick(random, std::array{0.0, 0.2, 0.9});
-  spec.index = pick(random, std::array{IndexKind::kInt32, IndexKind::kInt64});
-  spec.balance = random_balance(setup, random);
-  return spec;
-}
-
-Fate random_fate(const Storm& storm, std::chrono::microseconds span, RandomSource& random) {
-  Fate fate;
-  fate.end = pick(
-      random,
-      std::array{End::kKilled, End::kKilled, End::kKilled, End::kKilled, End::kLeft, End::kMasked}
-  );
-  fate.when = pick(random, std::array{When::kTime, When::kTime, When::kStep, When::kLoss});
-  fate.time = std::chrono::microseconds(random.between(0, span.count()));
-  fate.step = static_cast<int>(random.between(0, 12));
-  fate.masker = static_cast<int>(random.below(static_cast<uint64_t>(storm.setup.num_ranks)));
-  return fate;
-}
-
-Storm make_storm(uint64_t seed, const StormLimits& limits) {
-  RandomSource random(seed);
-  Storm storm;
-  storm.seed = seed;
-  ExchangeSetup& setup = storm.setup;
-  setup.num_ranks = static_cast<int>(random.between(2, kMaxRanks));
-  setup.transport = "shm";
-  setup.num_threads = static_cast<int>(random.between(1, 2));
-  setup.fan_out = pick(random, std::array{FanOut::kSource, FanOut::kReceiver});
-  setup.hidden = 8 * random.between(1, 12);
-  setup.max_tokens = random.between(1, 70);
-  setup.num_experts = setup.num_ranks * static_cast<int>(random.between(1, 4));
-  setup.max_topk = std::min(4, setup.num_experts);
-  storm.spec = random_spec(setup, random);
-  storm.last = static_cast<int>(random.below(static_cast<uint64_t>(setup.num_ranks)));
-  const bool has_stops = random.uniform() < limits.stops;
-  const std::chrono::microseconds span = pick(random, std::array{5'000us, 50'000us, 400'000us});
-  for (int rank = 0; rank < setup.num_ranks; ++rank) {
-    storm.fates.push_back(random_fate(storm, span, random));
-    if (has_stops && random.below(3) == 0) {
-      storm.fates.back().end = End::kStopped;
-    }
-  }
-  storm.fates[static_cast<size_t>(storm.last)].end = End::kNone;
-  if (has_stops) {
-    setup.timeout = limits.deadline;
-    storm.bound += 3 * kMaxRanks * std::chrono::ceil<std::chrono::seconds>(limits.deadline);
-  }
-  return storm;
+bool says(const std::exception& error, std::string_view what) {
+  return std::string_view(error.what()).find(what) != std::string_view::npos;
 }
 
 // A rank of a storm, as its process runs it.
 class StormRank {
  public:
-  StormRank(const Storm& storm, const Group& group, Board& board)
+  // number: of the return with which it comes; 0: it is there from the beginning.
+  StormRank(const Storm& storm, int rank, Board& board, const Fate& fate, int number = 0)
       : storm_(storm),
-        rank_(group.rank()),
-        fate_(storm.fates[static_cast<size_t>(rank_)]),
+        rank_(rank),
+        fate_(fate),
+        number_(number),
         board_(board),
         watch_(1, storm.bound / 2) {
-    ExchangeConfig config = storm.setup.config();
-    config.on_peer_loss = PeerLoss::kShrink;
-    config.on_loss = [this](const CallReport& /*report*/) { meet(fate_.when == When::kLoss); };
-    board.pid[static_cast<size_t>(rank_)] = ::getpid();
+    board.pid[static_cast<size_t>(rank)] = ::getpid();
+    board.came[static_cast<size_t>(rank)] = number;
     ::alarm(static_cast<unsigned>(storm.bound.count()));
-    exchange_.emplace(group, config);
-    group.barrier();
   }
 
   // What went wrong; nothing if all is right.
-  std::string run() {
-    start_clock();
+  std::string run(const Group& group) {
     try {
+      begin(group);
       return run_rounds();
     } catch (const Leaves&) {
       exchange_.reset();
       std::this_thread::sleep_for(std::chrono::milliseconds(storm_.seed % 3 * 20));
       return "";
     } catch (const PeerError& error) {
-      const bool is_told = std::string_view(error.what()).find("was given up by the others") !=
-                           std::string_view::npos;
       const bool may_be = fate_.end == End::kStopped || fate_.end == End::kMasked;
-      return may_be && is_told ? "" : error.what();
+      return may_be && says(error, "was given up by the others") ? "" : error.what();
     } catch (const std::exception& error) {
       return error.what();
     }
   }
 
  private:
+  void begin(const Group& group) {
+    ExchangeConfig config = storm_.setup.config();
+    config.on_peer_loss = PeerLoss::kShrink;
+    config.on_loss = [this](const CallReport& /*report*/) { meet(fate_.when == When::kLoss); };
+    if (number_ == 0) {
+      exchange_.emplace(group, config);
+      group.barrier();
+      start_clock();
+    } else {
+      start_clock();
+      exchange_.emplace(group, config);
+      board_.is_in[static_cast<size_t>(rank_)] = 1;
+      number_ = board_.number;
+      call_back(board_.round);
+    }
+  }
+
   std::string run_rounds() {
     const SurvivorRounds rounds(storm_.setup, storm_.spec);
-    for (uint64_t round = 0;; ++round) {
+    for (uint64_t round = board_.round;; ++round) {
       std::string problem = rounds.run(*exchange_, storm_.seed + round, [&](int call) {
+        check_masked();
         if (call < 3) {
           begin_step();
         }
       });
+      problem += problem_;
       if (!problem.empty()) {
         return problem;
       }
-      if (!problem_.empty() || exchange_->report().alive.size() == 1) {
-        return problem_;
+      const size_t num_alive = exchange_->report().alive.size();
+      const bool is_last_life = number_ == storm_.num_returns;
+      if (num_alive == 1 && is_last_life) {
+        return "";
       }
+      const bool is_time = num_alive == 1 || calls_back(storm_, round);
+      if (num_alive < storm_.fates[0].size() && !is_last_life && is_time) {
+        ++number_;
+        call_back(round + 1);
+      }
+    }
+  }
+
+  // Until all are there, who begin with `round`.
+  void call_back(uint64_t round) {
+    for (;;) {
+      const std::vector<int> alive = exchange_->report().alive;
+      std::vector<int> lost;
+      for (int rank = 0; rank < storm_.setup.num_ranks; ++rank) {
+        if (!std::ranges::binary_search(alive, rank)) {
+          lost.push_back(rank);
+        }
+      }
+      if (rank_ == storm_.last) {
+        want(lost, round);
+      }
+      if (lost.empty()) {
+        return;
+      }
+      watch_.enter(0, "readmit");
+      ::alarm(static_cast<unsigned>(storm_.bound.count()));
+      try {
+        exchange_->readmit(lost);
+      } catch (const PeerError& error) {
+        if (!says(error, "was lost again")) {
+          throw;
+        }
+      }
+    }
+  }
+
+  void want(const std::vector<int>& lost, uint64_t round) {
+    board_.number = number_;
+    board_.round = round;
+    if (board_.invitation[0] == 0) {
+      exchange_->invitation().copy(board_.invitation.data(), board_.invitation.size() - 1);
+    }
+    for (int rank = 0; rank < storm_.setup.num_ranks; ++rank) {
+      const bool is_lost = std::ranges::binary_search(lost, rank);
+      board_.wanted[static_cast<size_t>(rank)] = is_lost ? number_ : 0;
     }
   }
 
@@ -215,19 +189,24 @@ class StormRank {
     }
   }
 
+  void check_masked() {
+    const std::vector<int> alive = exchange_->report().alive;
+    for (const int rank : masked_) {
+      if (std::ranges::binary_search(alive, rank)) {
+        problem_ = fmt::format("rank {} was masked before a call and is alive after it", rank);
+      }
+    }
+    masked_.clear();
+  }
+
   void begin_step() {
     watch_.enter(0, "a call");
     ::alarm(static_cast<unsigned>(storm_.bound.count()));
     const std::vector<int> alive = exchange_->report().alive;
     const auto lives = [&](int rank) { return std::ranges::binary_search(alive, rank); };
-    for (const int rank : masked_) {
-      if (lives(rank)) {
-        problem_ = fmt::format("rank {} was masked before a call and is alive after it", rank);
-      }
-    }
-    masked_.clear();
     for (int rank = 0; rank < storm_.setup.num_ranks; ++rank) {
-      const Fate& fate = storm_.fates[static_cast<size_t>(rank)];
+      const auto at = static_cast<size_t>(rank);
+      const Fate& fate = storm_.fates[static_cast<size_t>(board_.came[at])][at];
       // If the one who should mask it is lost, the last one does.
       const bool is_time = step_ >= fate.step && (rank_ == fate.masker || step_ >= fate.step + 20);
       if (fate.end == End::kMasked && rank != rank_ && lives(rank) && is_time &&
@@ -250,7 +229,8 @@ class StormRank {
 
   const Storm& storm_;
   int rank_;
-  const Fate& fate_;
+  Fate fate_;
+  int number_;  // of the last return
   Board& board_;
   Watch watch_;
   std::optional<Exchange> exchange_;
@@ -260,27 +240,96 @@ class StormRank {
   std::string problem_;
 };
 
-StormCount count(const Storm& storm, const std::vector<int>& statuses) {
-  StormCount count;
-  for (size_t rank = 0; rank < statuses.size(); ++rank) {
-    const End end = storm.fates[rank].end;
-    const int status = statuses[rank];
-    if (status == 128 + SIGALRM || status == 128 + SIGTERM) {
-      ++count.hung;
-    } else if (status != (end == End::kKilled ? 128 + SIGKILL : 0)) {
-      ++count.wrong;
-    } else {
-      count.killed += end == End::kKilled ? 1 : 0;
-      count.stopped += end == End::kStopped ? 1 : 0;
-      count.left += end == End::kLeft ? 1 : 0;
-      count.masked += end == End::kMasked ? 1 : 0;
+// One more process has ended. status: 128 + signal if it was killed.
+void add(StormCount& count, End end, int status) {
+  if (status == 128 + SIGALRM || status == 128 + SIGTERM) {
+    ++count.hung;
+  } else if (status != (end == End::kKilled ? 128 + SIGKILL : 0)) {
+    ++count.wrong;
+  } else {
+    count.killed += end == End::kKilled ? 1 : 0;
+    count.stopped += end == End::kStopped ? 1 : 0;
+    count.left += end == End::kLeft ? 1 : 0;
+    count.masked += end == End::kMasked ? 1 : 0;
+  }
+}
+
+int run_rank(StormRank& rank, const Storm& storm, const Group& group) {
+  const std::string problem = rank.run(group);
+  if (!problem.empty()) {
+    fmt::print(stderr, "storm {}, rank {}: {}\n", storm.seed, group.rank(), problem);
+  }
+  return problem.empty() ? 0 : 1;
+}
+
+// A process that sees to it that one comes in the place of a rank whenever that is wanted.
+class Supervisor {
+ public:
+  Supervisor(const Storm& storm, int rank, Board& board)
+      : storm_(storm), rank_(rank), at_(static_cast<size_t>(rank)), board_(board), pid_(::fork()) {
+    if (pid_ == 0) {
+      ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+      run();
+      ::_exit(0);
     }
   }
-  if (count.wrong + count.hung > 0) {
-    fmt::print(stderr, "storm {}: statuses {}\n", storm.seed, fmt::join(statuses, " "));
+  [[nodiscard]] bool has_ended_well() const {
+    int status = 0;
+    return ::waitpid(pid_, &status, 0) == pid_ && status == 0;
   }
-  return count;
-}
+
+ private:
+  void run() {
+    while (!board_.is_over) {
+      const int number = board_.wanted[at_];
+      if (number > 0) {
+        const Fate fate = next_fate(number);
+        const pid_t child = ::fork();
+        if (child == 0) {
+          ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+          StormRank rank(storm_, rank_, board_, fate, number);
+          ::_exit(run_rank(rank, storm_, Group::rejoin(rank_, board_.invitation.data())));
+        }
+        await(child, fate.end);
+      }
+      std::this_thread::sleep_for(1ms);
+    }
+  }
+
+  // Who comes again after it was lost on its way is not lost there again.
+  Fate next_fate(int number) {
+    Fate fate = storm_.fates[static_cast<size_t>(number)][at_];
+    if (std::exchange(last_number_, number) == number) {
+      fate.when = When::kStep;
+    }
+    return fate;
+  }
+
+  void await(pid_t child, End end) {
+    int status = 0;
+    bool is_late = false;
+    while (::waitpid(child, &status, WNOHANG) == 0) {
+      // It shall not be there when the next is called.
+      if (!is_late && board_.is_in[at_] == 0 && (board_.wanted[at_] == 0 || board_.is_over)) {
+        is_late = true;
+        ::kill(child, SIGKILL);
+      }
+      std::this_thread::sleep_for(1ms);
+    }
+    StormCount& count = board_.counts[at_];
+    count.returned += board_.is_in[at_].exchange(0);
+    if (!is_late) {
+      add(count, end, WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
+    }
+  }
+
+  const Storm& storm_;
+  int rank_;
+  size_t at_;
+  Board& board_;
+  int last_number_ = 0;
+  pid_t pid_;
+};
 
 }  // namespace
 
@@ -289,6 +338,7 @@ StormCount& StormCount::operator+=(const StormCount& other) {
   stopped += other.stopped;
   left += other.left;
   masked += other.masked;
+  returned += other.returned;
   wrong += other.wrong;
   hung += other.hung;
   return *this;
@@ -297,12 +347,14 @@ StormCount& StormCount::operator+=(const StormCount& other) {
 StormCount run_storm(uint64_t seed, const StormLimits& limits) {
   const Storm storm = make_storm(seed, limits);
   const Shared<Board> board;
+  std::vector<Supervisor> supervisors;
+  for (int rank = 0; storm.num_returns > 0 && rank < storm.setup.num_ranks; ++rank) {
+    supervisors.emplace_back(storm, rank, *board);
+  }
   const auto body = [&](const Group& group) {
-    StormRank rank(storm, group, *board);
-    const std::string problem = rank.run();
-    if (!problem.empty()) {
-      fmt::print(stderr, "storm {}, rank {}: {}\n", seed, group.rank(), problem);
-    }
+    const auto at = static_cast<size_t>(group.rank());
+    StormRank rank(storm, group.rank(), *board, storm.fates[0][at]);
+    const int status = run_rank(rank, storm, group);
     if (group.rank() == storm.last) {
       for (const auto& pid : board->pid) {
         if (pid != 0 && pid != ::getpid()) {
@@ -310,10 +362,25 @@ StormCount run_storm(uint64_t seed, const StormLimits& limits) {
         }
       }
     }
-    return problem.empty() ? 0 : 1;
+    return status;
   };
   // Their own alarm ends those that hang.
-  return count(storm, run_forked(storm.setup.num_ranks, body, {.notice = 2 * storm.bound}));
+  const auto statuses = run_forked(storm.setup.num_ranks, body, {.notice = 2 * storm.bound});
+  board->is_over = true;
+  StormCount count;
+  for (size_t rank = 0; rank < statuses.size(); ++rank) {
+    add(count, storm.fates[0][rank].end, statuses[rank]);
+  }
+  for (const Supervisor& supervisor : supervisors) {
+    count.wrong += supervisor.has_ended_well() ? 0 : 1;
+  }
+  for (const StormCount& more : board->counts) {
+    count += more;
+  }
+  if (count.wrong + count.hung > 0) {
+    fmt::print(stderr, "storm {}: statuses {}\n", storm.seed, fmt::join(statuses, " "));
+  }
+  return count;
 }
 
 }  // namespace weft::test
