@@ -154,9 +154,10 @@ bool Survival::is_over(Vigil& wait) {
   for (const int rank : members_.ranks) {
     const auto at = static_cast<size_t>(rank);
     const uint64_t seen = std::exchange(wait.looks[at], roll_.beats(rank));
+    const bool is_awaited = rank != context_.rank && !roll_.has_arrived(rank, members_, call_);
     if (seen != wait.looks[at]) {
       wait.silent_since[at] = now;
-    } else if (now - wait.silent_since[at] >= timeout_ && rank != context_.rank && !roll_.has_arrived(rank, members_, call_)) {
+    } else if (is_awaited && now - wait.silent_since[at] >= timeout_) {
       silent.push_back(rank);
     }
   }
