@@ -219,6 +219,11 @@ class Exchange {
   // naming those that have not come within the timeout, PeerError if they are lost again: on all
   // ranks that are left the same, with the same members, and the exchange can be used on.
   void readmit(std::span<const int> ranks);
+  // By all ranks that are left, between the same two calls: later calls may have as many tokens on
+  // a rank, and choices of a token, as any of these has asked for here. Plans from before go on.
+  // False if they could have as many before. Throws Error: kInvalidArgument on every rank for more
+  // than can be, kUnsupported without PeerLoss::kShrink.
+  bool grow(int64_t max_tokens, int max_topk);
 
   // Local. To `sums`, int64 [1, num_ranks] on the exchange's device, adds `times` the microseconds
   // that this rank has waited for each peer since the exchange was made, as stats() has them: with

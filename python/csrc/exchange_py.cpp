@@ -447,11 +447,18 @@ void bind_exchange(nb::module_& m) {
       .def("mask", &mask, arg("ranks"))
       .def("invitation", &invitation)
       .def("readmit", &readmit, arg("ranks"))
+      .def("grow", &grow, arg("max_tokens"), arg("max_topk"))
       .def("add_waits", &add_waits, arg("sums"), arg("times"), arg("stream"))
       .def("stats", &stats)
       .def("footprint", &footprint)
-      .def_prop_ro("transport", [](const Calls& calls) {
-        return calls.exchange().config().transport;
+      .def_prop_ro(
+          "transport", [](const Calls& calls) { return calls.exchange().config().transport; }
+      )
+      .def_prop_ro(
+          "max_tokens", [](const Calls& calls) { return calls.exchange().config().max_tokens; }
+      )
+      .def_prop_ro("max_topk", [](const Calls& calls) {
+        return calls.exchange().config().max_topk;
       });
   m.def(
       "wire_row_bytes",

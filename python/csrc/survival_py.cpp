@@ -40,4 +40,8 @@ void readmit(Calls& calls, const std::vector<int>& ranks) {
   calls.locked([&](Exchange& exchange) { exchange.readmit(ranks); });
 }
 
+bool grow(Calls& calls, int64_t max_tokens, int max_topk) {
+  return calls.locked([&](Exchange& exchange) { return exchange.grow(max_tokens, max_topk); });
+}
+
 }  // namespace weft::py

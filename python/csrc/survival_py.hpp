@@ -2,6 +2,7 @@
 // Who takes part in the calls of an exchange, for Python.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -21,5 +22,6 @@ void mask(Calls& calls, const std::vector<int>& ranks);
 
 [[nodiscard]] std::string invitation(Calls& calls);
 void readmit(Calls& calls, const std::vector<int>& ranks);
+bool grow(Calls& calls, int64_t max_tokens, int max_topk);
 
 }  // namespace weft::py

@@ -105,7 +105,9 @@ class Exchange(ExchangeState):
     def _make(self) -> _core.Exchange:
         sizes = {"max_tokens": self.max_tokens, "max_topk": self.max_topk}
         config = _filled(_core.ExchangeConfig(), sizes | self._settings)
-        return _core.Exchange(self.group.core, config)
+        core = _core.Exchange(self.group.core, config)
+        self._take_sizes(core)  # a rank that comes back has those of the others
+        return core
 
     def _take(self, core: _core.Exchange | None) -> None:
         self._tally.settle(self._core)
@@ -229,14 +231,13 @@ class Exchange(ExchangeState):
             may_grow = False
 
     def _is_usable(self, core: _core.Exchange) -> bool:
-        """Whether the others have come to a call that this rank refused, all of them: without lost
-        ranks the exchange cannot grow. A GPU cannot tell yet."""
+        """Whether the others have come to a call that this rank refused. A GPU cannot tell yet."""
         try:
             if not self._on_gpu:
                 core.check()
         except Error:
             return False
-        return self._on_gpu or core.report()[0] == 0
+        return True
 
     def _called(
         self, core: _core.Exchange, verb: str, call: Callable[..., Any], *given: Any
@@ -280,6 +281,8 @@ class Exchange(ExchangeState):
             tokens = max(tokens, routing_map.size(0))
             if routing_map.dtype == torch.bool and routing_map.numel() > 0:
                 topk = max(topk, int(routing_map.sum(1).max()))
+        if self._settings["on_peer_loss"] == "shrink":
+            return self.grow(_roomy(tokens, self.max_tokens), min(topk, _MOST_CHOICES))
         told = self.group.gather_numbers(*wanted, tokens, topk)
         for rank, (*theirs, _, _) in enumerate(told):
             if wanted != tuple(theirs) and all(hidden for hidden, *_ in told):
@@ -289,10 +292,10 @@ class Exchange(ExchangeState):
                     rank=self.rank,
                 )
         tokens, topk = map(max, zip(*(sizes for _, _, *sizes in told)))
-        topk = min(topk, 32)
+        topk = min(topk, _MOST_CHOICES)
         if tokens <= self.max_tokens and topk <= self.max_topk:
             return False
-        self.max_tokens = max(self.max_tokens, 1 << max(tokens - 1, 0).bit_length())
+        self.max_tokens = _roomy(tokens, self.max_tokens)
         self.max_topk = max(self.max_topk, topk)
         if not self._settings["copy_engines"] or not self._make_copy_room():
             self._take(self._make())
@@ -625,6 +628,11 @@ class _Refusal(InvalidArgument):
     """What `refuse` says."""
 
 
+def _roomy(tokens: int, max_tokens: int) -> int:
+    """Room for so many tokens where there is some for max_tokens, and for some more."""
+    return max_tokens if tokens <= max_tokens else 1 << (tokens - 1).bit_length()
+
+
 def _raising(error: BaseException) -> Callable[..., NoReturn]:
     def call(*_: Any) -> NoReturn:
         raise error
@@ -632,6 +640,7 @@ def _raising(error: BaseException) -> Callable[..., NoReturn]:
     return call
 
 
+_MOST_CHOICES = 32  # of a token
 _NOTHING_BESIDE = Beside()
 _NO_MARKS = RowMarks()
 _NOBODY_PADS_TO = 1_000_003  # so that no call is taken for an announcement

@@ -33,10 +33,12 @@ OnLoss = Callable[[CallReport], None]
 
 
 class ExchangeState:
-    """The part of `Exchange` that moves no tokens: all of it is local but for `readmit`."""
+    """The part of `Exchange` that moves no tokens: all of it is local but for `readmit` and `grow`."""
 
     device: torch.device
     num_local_experts: int
+    max_tokens: int
+    max_topk: int
     core: _core.Exchange
     _core: _core.Exchange | None
     _on_loss: OnLoss | None
@@ -44,8 +46,7 @@ class ExchangeState:
 
     def report(self) -> CallReport:
         """What the last call has found; with on_peer_loss="fail" all ranks are alive.
-        `plan_and_dispatch` is two calls on a CPU. Calls by plans from before the exchange grew find
-        losses for themselves."""
+        `plan_and_dispatch` is two calls on a CPU."""
         return CallReport(*self.core.report())
 
     def alive(self) -> list[int]:
@@ -71,6 +72,22 @@ class ExchangeState:
         and the exchange can be used on.
         """
         self.core.readmit(_numbers("readmit", ranks))
+        self._take_sizes(self.core)
+
+    def grow(self, max_tokens: int, max_topk: int) -> bool:
+        """By all ranks that are left, between the same two calls, with on_peer_loss="shrink": later
+        calls may have as many tokens on a rank, and choices of a token, as any of these has asked
+        for here. Plans from before go on. A call that needs more room makes it by itself.
+
+        False if there was as much. Raises on every rank InvalidArgument for more than can be,
+        Unsupported without on_peer_loss="shrink".
+        """
+        has_grown = self.core.grow(max_tokens, max_topk)
+        self._take_sizes(self.core)
+        return has_grown
+
+    def _take_sizes(self, core: _core.Exchange) -> None:
+        self.max_tokens, self.max_topk = core.max_tokens, core.max_topk
 
     def renormalisation(
         self, topk_idx: Tensor, weights: Tensor, plan: Plan | None = None

@@ -65,6 +65,7 @@ class Executor {
   virtual void mask(std::span<const int> ranks);
   [[nodiscard]] virtual std::string invitation() const;
   virtual void readmit(std::span<const int> ranks);
+  virtual bool grow(int64_t max_tokens, int max_topk);
   // See Exchange::add_waits(). `sums` [num_ranks] is memory of the exchange's device.
   virtual void add_waits(int64_t* sums, int64_t times, const CallOptions& call) = 0;
   // On a GPU, for `weft tune`: so many of the multiprocessors of each later dispatch and combine

@@ -67,20 +67,7 @@ CpuExchange::CpuExchange(
   if (settings_.fan_out == FanOut::kAuto) {
     settings_.fan_out = num_memory_nodes() == 1 ? FanOut::kSource : FanOut::kReceiver;
   }
-  signals_ = {
-      .num_ranks = static_cast<uint32_t>(context_.num_ranks),
-      .max_chunks = static_cast<uint32_t>(num_chunks(settings_.max_tokens)),
-      .has_crossings = domains_->has_several(),
-      .num_forwarded_pairs = domains_->max_forwarded_pairs()};
-  WEFT_CHECK_ARG(
-      context_,
-      signals_.needed() < std::numeric_limits<uint32_t>::max(),
-      "exchange: max_tokens = {} makes {} signals among {} ranks (fewer than 2^32 - 1)",
-      settings_.max_tokens,
-      signals_.needed(),
-      context_.num_ranks
-  );
-  settled_.resize(signals_.size());
+  set_sizes(settings_.max_tokens, settings_.max_topk);
   if (invitation) {
     rejoin(group, *invitation);
     return;
@@ -101,6 +88,26 @@ CpuExchange::CpuExchange(
   });
   pool_ = std::make_shared<BufferPool>(transport_);
   connect(group, 0);
+}
+
+void CpuExchange::set_sizes(int64_t max_tokens, int max_topk) {
+  const SignalMap signals = {
+      .num_ranks = static_cast<uint32_t>(context_.num_ranks),
+      .max_chunks = static_cast<uint32_t>(num_chunks(max_tokens)),
+      .has_crossings = domains_->has_several(),
+      .num_forwarded_pairs = domains_->max_forwarded_pairs()};
+  WEFT_CHECK_ARG(
+      context_,
+      signals.needed() < std::numeric_limits<uint32_t>::max(),
+      "exchange: max_tokens = {} makes {} signals among {} ranks (fewer than 2^32 - 1)",
+      max_tokens,
+      signals.needed(),
+      context_.num_ranks
+  );
+  signals_ = signals;
+  settled_.assign(signals_.size(), 0);
+  settings_.max_tokens = max_tokens;
+  settings_.max_topk = max_topk;
 }
 
 void CpuExchange::make_waiter() {

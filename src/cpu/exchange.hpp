@@ -68,6 +68,7 @@ class CpuExchange : public Executor {
   void mask(std::span<const int> ranks) override;
   [[nodiscard]] std::string invitation() const override;
   void readmit(std::span<const int> ranks) override;
+  bool grow(int64_t max_tokens, int max_topk) override;
   void add_waits(int64_t* sums, int64_t times, const CallOptions& call) override;
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override { pool_->release_unused(); }
@@ -160,6 +161,8 @@ class CpuExchange : public Executor {
   bool is_second_part_ = false;  // the next call is that of dispatch_routed()
   ExchangeStats counters_;
 
+  // Makes room for the signals of so large calls.
+  void set_sizes(int64_t max_tokens, int max_topk);
   void connect(const Group& group, uint64_t num_calls);
   void make_waiter();
 };

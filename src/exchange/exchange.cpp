@@ -79,6 +79,10 @@ void Executor::readmit(std::span<const int> /*ranks*/) {
   refuse_to_survive("readmit", context());
 }
 
+bool Executor::grow(int64_t /*max_tokens*/, int /*max_topk*/) {
+  refuse_to_survive("grow", context());
+}
+
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
     : executor_(
           config.device.kind == Device::Kind::kCuda
@@ -182,6 +186,10 @@ std::string Exchange::invitation() const {
 
 void Exchange::readmit(std::span<const int> ranks) {
   own(executor_).readmit(ranks);
+}
+
+bool Exchange::grow(int64_t max_tokens, int max_topk) {
+  return own(executor_).grow(max_tokens, max_topk);
 }
 
 void Exchange::add_waits(const Tensor& sums, int64_t times, void* stream) {

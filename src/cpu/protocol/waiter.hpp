@@ -44,8 +44,11 @@ class Waiter {
       uint32_t first_notice,
       Survival* survival = nullptr
   );
-  // Waits for signals of another transport from now on.
-  void follow(Transport& transport) { transport_ = &transport; }
+  // Waits for signals of another transport, and of other numbers, from now on.
+  void follow(Transport& transport, uint32_t first_notice) {
+    transport_ = &transport;
+    first_notice_ = first_notice;
+  }
 
   // Any thread. `ready` is polled; `missing` is asked only while parked. Throws TimeoutError,
   // PeerError or Error (kInterrupted). `is_stopping` ends the wait quietly when another worker of

@@ -4,6 +4,7 @@
 #include <array>
 #include <span>
 
+#include "call/validate.hpp"
 #include "core/clock.hpp"
 #include "cpu/exchange.hpp"
 #include "group/control_plane.hpp"
@@ -31,11 +32,26 @@ namespace {
 
 constexpr uint64_t kUnknownCalls = ~uint64_t{0};
 
+struct Sizes {
+  int64_t max_tokens = 0;
+  int64_t max_topk = 0;
+
+  [[nodiscard]] Sizes with(const Sizes& other) const {
+    return {std::max(max_tokens, other.max_tokens), std::max(max_topk, other.max_topk)};
+  }
+  bool operator==(const Sizes&) const = default;
+};
+
+Sizes sizes_of(const ExchangeConfig& config) {
+  return {config.max_tokens, config.max_topk};
+}
+
 // What members tell each other before they connect. Those who join again learn the number of calls,
-// and that theirs is the exchange of the others.
+// and that theirs is the exchange of the others; all have room for the largest sizes of any.
 struct Meeting {
   uint64_t num_calls = 0;
-  std::array<int64_t, 4> config = {};
+  std::array<int64_t, 2> config = {};
+  Sizes sizes;
 };
 
 Meeting meet(const Group& group, const std::vector<int>& members, const Meeting& own) {
@@ -44,7 +60,9 @@ Meeting meet(const Group& group, const std::vector<int>& members, const Meeting&
   for (const int rank : members) {
     const auto at = static_cast<size_t>(rank);
     const auto theirs = block_value<Meeting>(blocks[at], at, context_of(group));
+    const Sizes most = known.sizes.with(theirs.sizes);
     known = known.num_calls == kUnknownCalls ? theirs : known;
+    known.sizes = most;
   }
   if (known.num_calls == kUnknownCalls) {  // who could tell is lost, and all plans with it
     known.num_calls = 0;
@@ -59,14 +77,14 @@ void CpuExchange::reconnect(uint64_t num_calls) {
   if (transport_) {
     transport_->close();  // whoever still waits for this rank in the attempt that was cut short
   }
-  const std::array<int64_t, 4> config = {
-      settings_.hidden, settings_.max_tokens, settings_.num_experts, settings_.max_topk};
+  const std::array<int64_t, 2> config = {settings_.hidden, settings_.num_experts};
+  const Meeting own = {.num_calls = num_calls, .config = config, .sizes = sizes_of(settings_)};
   // When it returns, no member is in that attempt any more.
-  const Meeting met = meet(group, survival_->members(), {.num_calls = num_calls, .config = config});
+  const Meeting met = meet(group, survival_->members(), own);
   WEFT_CHECK_ARG(
       context_,
       met.config == config,
-      "rejoin: hidden, max_tokens, num_experts, max_topk = {} (those of the others: {})",
+      "rejoin: hidden, num_experts = {} (those of the others: {})",
       fmt::join(config, ", "),
       fmt::join(met.config, ", ")
   );
@@ -76,7 +94,7 @@ void CpuExchange::reconnect(uint64_t num_calls) {
   surviving_.clear();
   control_ = {};
   staging_ = {};
-  std::ranges::fill(settled_, 0);
+  set_sizes(met.sizes.max_tokens, static_cast<int>(met.sizes.max_topk));
   transport_ = make_(
       settings_.transport,
       group,
@@ -84,7 +102,7 @@ void CpuExchange::reconnect(uint64_t num_calls) {
       {.timeout = settings_.timeout, .members = survival_->members()}
   );
   if (waiter_) {
-    waiter_->follow(*transport_);
+    waiter_->follow(*transport_, signals_.interrupted(0));
   } else {
     make_waiter();
   }
@@ -163,6 +181,32 @@ void CpuExchange::readmit(std::span<const int> ranks) {
         rank
     );
   }
+}
+
+bool CpuExchange::grow(int64_t max_tokens, int max_topk) {
+  if (!survival_) {
+    return Executor::grow(max_tokens, max_topk);
+  }
+  const Sizes before = sizes_of(settings_);
+  const Sizes own = before.with({max_tokens, max_topk});
+  run_attempts(Op::kPlan, [&] {
+    const std::vector<Bytes> blocks =
+        survival_->group().all_gather(std::as_bytes(std::span(&own, 1)));
+    Sizes most = own;
+    for (const int rank : survival_->members()) {
+      const auto at = static_cast<size_t>(rank);
+      most = most.with(block_value<Sizes>(blocks[at], at, context_));
+    }
+    if (sizes_of(settings_).with(most) != sizes_of(settings_)) {
+      ExchangeConfig config = settings_;
+      config.max_tokens = most.max_tokens;
+      config.max_topk = static_cast<int>(most.max_topk);
+      validate_config(config, context_);
+      set_sizes(config.max_tokens, config.max_topk);
+      reconnect(board_->last_call());
+    }
+  });
+  return sizes_of(settings_) != before;
 }
 
 std::string CpuExchange::invitation() const {

@@ -389,6 +389,10 @@ def lost(rank, num_ranks, group, when, kills, use_fp8):
         check_round(case, buffer, () if when == "combine" else (1,), lambda: leave("combine"))
         check_round(case, buffer, (1,), use_fp8=use_fp8)
         check_round(wider, buffer, (1,))
+        more = (case.x, case.idx, 4 * NUM_MAX, case.num_experts)  # for which the exchange grows
+        recv_x, *_ = buffer.low_latency_dispatch(*more, use_fp8=False)
+        assert recv_x.size(1) == num_ranks * 4 * NUM_MAX
+        check_round(case, buffer, (1,))
         # Whom a caller gives up is lost, too, and may hear of it while it leaves the call before.
         if rank == 2:
             with pytest.raises(weft.PeerError, match="was given up by the others"):

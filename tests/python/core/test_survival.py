@@ -253,7 +253,7 @@ def test_what_cannot_be_is_refused(ranks):
 
 
 def growing(rank, num_ranks, group):
-    """An exchange grows while all are there, and refuses to afterwards."""
+    """An exchange grows while all are there, and afterwards among those that are left."""
     told = []
     ex = exchange_of(group, num_ranks, max_tokens=4, on_loss=told.append)
     _, idx, _ = inputs(rank, 40, 2, PER_RANK * num_ranks)
@@ -263,17 +263,24 @@ def growing(rank, num_ranks, group):
     if rank == num_ranks - 1:
         ex.close()
         return
-    with pytest.raises(weft.InvalidArgument):
-        ex.plan(idx.repeat(2, 1))
-    assert ex.max_tokens == 64 and [report.lost for report in told] == [[2]]
+    alone = [idx.repeat(2, 1), idx][rank]  # one rank wants more
+    larger = ex.plan(alone)
+    assert ex.max_tokens == 128 and [report.lost for report in told] == [[2]]
+    out = weft.combine(larger, torch.ones(larger.num_rows, HIDDEN)).x
+    kept = is_alive(alone, [0, 1]).sum(1, keepdim=True)
+    torch.testing.assert_close(out, kept.expand(-1, HIDDEN).float())
+    wrong = torch.tensor([[0, ex.num_experts * (1 - rank)]])  # on one rank, and no lack of room
+    with pytest.raises(weft.InvalidArgument, match="topk_idx"):
+        ex.plan(wrong)
+    assert ex.max_tokens == 128
     rows = torch.ones(older.num_rows, HIDDEN)
-    out = weft.combine(older, rows).x  # of the exchange that was too small
+    out = weft.combine(older, rows).x  # from before it grew twice
     kept = is_alive(idx[:3], [0, 1]).sum(1, keepdim=True)
     torch.testing.assert_close(out, kept.expand(-1, HIDDEN).float())
     assert weft.combine(plan, torch.ones(plan.num_rows, HIDDEN)).x.size(0) == 40
 
 
-def test_an_exchange_does_not_grow_without_all_ranks(ranks):
+def test_an_exchange_grows_without_lost_ranks(ranks):
     ranks(growing, 3)
 
 

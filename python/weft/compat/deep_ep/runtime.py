@@ -87,11 +87,13 @@ class ExchangePool:
                 return old
             if self.last is not None:
                 self.last.announce(verb, hidden, num_experts, **options)
+            if old is not None and self.can_lose(device):
+                old.grow(max_tokens, min(max_topk, MAX_TOPK))
+                return old
             if self.lost:
                 raise Unsupported(
-                    f"no exchange for (hidden size, num_experts) = {(hidden, num_experts)} and "
-                    f"{max_tokens} tokens is there, and none can be made: ranks {list(self.lost)} "
-                    "are lost",
+                    f"no exchange for (hidden size, num_experts) = {(hidden, num_experts)} is "
+                    f"there, and none can be made: ranks {list(self.lost)} are lost",
                     "unsupported",
                     self.group.rank,
                 )
