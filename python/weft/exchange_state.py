@@ -33,7 +33,7 @@ OnLoss = Callable[[CallReport], None]
 
 
 class ExchangeState:
-    """The part of `Exchange` that moves no tokens: all of it is local but for `readmit` and `grow`."""
+    """The part of `Exchange` that moves no tokens: local but for `readmit` and `grow`."""
 
     device: torch.device
     num_local_experts: int
