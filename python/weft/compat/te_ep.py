@@ -105,8 +105,9 @@ class EpBuffer(nccl_ep.NcclEpBuffer):
 
     recv_capacity_per_rank: rows that this rank receives, whatever the routing; None ("eager"): as
     many as arrive. alignment: rows of each expert are rounded up to it, 0 or a power of two.
-    tokens_per_expert int64 [El] and total_recv_tokens int64 [1] are there after `ep_prepare` or
-    `ep_dispatch`; the second counts dropped rows, too, and is on the CPU without a capacity.
+    tokens_per_expert int64 [El] and total_recv_tokens int64 [1] are zeros until `ep_prepare` or
+    `ep_dispatch` puts others in their place; the second counts dropped rows, too, and is on the CPU
+    without a capacity. device: of the zeros; None: the GPU if there is one.
     Raises RuntimeError before `ep_bootstrap`, NotImplementedError for a recipe and for rows of
     another type than bf16, ValueError for another alignment; the other ranks raise in their next
     dispatch.
@@ -149,7 +150,11 @@ class EpBuffer(nccl_ep.NcclEpBuffer):
 
         ranks.told(recv_capacity_per_rank, make)
         self.payload_dtype = payload_dtype
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.handle_mem = torch.empty(0, dtype=torch.uint8, device=device)
+        self.tokens_per_expert = torch.zeros(num_local_experts, dtype=torch.int64, device=device)
+        where = "cpu" if self.eager else device
+        self.total_recv_tokens = torch.zeros(1, dtype=torch.int64, device=where)
 
 
 def ep_prepare(buffer: EpBuffer, topk_idx: Tensor) -> Tensor:

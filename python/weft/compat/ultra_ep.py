@@ -252,7 +252,6 @@ class Manager:
         previous_event: Any,
         async_finish: bool,
     ) -> EventOverlap:
-        check(self._pool is not None, f"{name}: the manager was destroyed")
         with Call(name, self._pool, layout="rank_major", row_budget=0) as call:
             planned = self._planned_for(*whose)
             masters = self._masters.get(whose[0])
@@ -285,6 +284,7 @@ class Manager:
         return torch.stack([one.detach().view(-1) for one in tensors])
 
     def _check_layer(self, layer: int) -> None:
+        check(self._pool is not None, "the manager was destroyed")
         check(
             0 <= layer < self.num_layers, f"layer = {layer} (expected 0 to {self.num_layers - 1})"
         )

@@ -248,10 +248,16 @@ def nccl_ep_combine(
 
     num_local_tokens: T; without it there are rows of zeros up to max_tokens_per_rank.
     Differentiable in `expert_out`, which is not kept. The memory of grad_out is not used.
+    Raises ValueError for fewer rows than the dispatch had tokens, and before a dispatch; the other
+    ranks raise, too.
     """
     del grad_out
-    num_sms = buffer.num_sms if expert_out.is_cuda else 0
-    tokens = weft.combine(buffer.plan, expert_out, num_sms=num_sms).x
     wanted = buffer.max_tokens_per_rank if num_local_tokens is None else num_local_tokens
-    missing = wanted - tokens.size(0)
+    with Call("nccl_ep_combine", buffer.ranks.exchanges, "combine") as call:
+        check(buffer.plan is not None, "the buffer has had no dispatch")
+        plan = call.by(buffer.plan)
+        missing = wanted - plan.num_tokens
+        check(missing >= 0, f"num_local_tokens = {wanted} of {plan.num_tokens} tokens")
+        num_sms = buffer.num_sms if expert_out.is_cuda else 0
+        tokens = weft.combine(plan, expert_out, num_sms=num_sms).x
     return torch.nn.functional.pad(tokens, (0, 0, 0, missing)) if missing else tokens

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transformer Engine's names against Megatron's, which test_nccl_ep.py compares with loops."""
 
+import functools
+
 import fused_cases as cases
 import pytest
 import torch
@@ -37,6 +39,8 @@ def same(rank, num_ranks, group, capacity, alignment):
     buffer = buffer_of(capacity, alignment=alignment)
     assert te_ep.is_ep_bootstrapped() and te_ep.get_ep_group() is group
     assert buffer.eager == (capacity is None) and not buffer.zero_copy
+    assert buffer.tokens_per_expert.tolist() == [0] * LOCAL
+    assert buffer.total_recv_tokens.tolist() == [0]
     memory = {}
     if capacity is not None:
         memory["recv_tokens"] = te_ep.symm_mem_alloc((capacity, HIDDEN), torch.bfloat16, group)
@@ -103,6 +107,32 @@ def refused(rank, num_ranks, group):
 
 def test_what_one_rank_does_wrong_all_ranks_raise(ranks):
     ranks(refused, 2)
+
+
+def combined_wrongly(rank, num_ranks, group):
+    x, idx, probs = cases.inputs(rank, MOST + 4, TOPK, LOCAL * num_ranks, torch.bfloat16)
+    bootstrap(group)
+    buffer = buffer_of()
+    rows, _, _ = te_ep.ep_dispatch(buffer, x, idx, probs)
+
+    def combine(is_wrong, wrong=buffer, num_local_tokens=None):
+        which, wanted = (wrong, num_local_tokens) if is_wrong else (buffer, MOST + 4)
+        te_ep.ep_combine(which, rows, num_local_tokens=wanted)
+
+    for reason, more in (
+        ("num_local_tokens = 16 of 20 tokens", {}),
+        ("num_local_tokens = 19 of 20 tokens", {"num_local_tokens": 19}),
+        ("has had no dispatch", {"wrong": buffer_of()}),
+    ):
+        call = functools.partial(combine, **more)
+        wrong_on_the_last(rank, num_ranks, group, ValueError, reason, call)
+    out = te_ep.ep_combine(buffer, rows, num_local_tokens=MOST + 4)
+    torch.testing.assert_close(out, x * (idx >= 0).sum(1, keepdim=True))
+    te_ep.ep_finalize()
+
+
+def test_a_combine_loses_no_token_silently(ranks):
+    ranks(combined_wrongly, 2)
 
 
 def alone(_rank, _num_ranks, group):

@@ -148,8 +148,16 @@ def microbatches(rank, num_ranks, group):
     with pytest.raises(AssertionError, match="no gradients without is_train"):
         manager.grad_reduce(0, microbatch_slot=1)
     manager.destroy()
-    with pytest.raises(AssertionError, match="was destroyed"):
-        manager.weight_sync(0)
+    ids, flags = routing(rank, num_ranks, 1)
+    for call in (
+        lambda: manager.weight_sync(0),
+        lambda: manager.update_placement(0, flags),
+        lambda: manager.reroute(0, flags.float(), flags, microbatch_slot=1),
+        lambda: manager.reroute_sparse(0, ids, microbatch_slot=1),
+        lambda: manager.allocate_microbatch_slot(0),
+    ):
+        with pytest.raises(AssertionError, match="was destroyed"):
+            call()
 
 
 def test_micro_batches_keep_their_placements(ranks):
