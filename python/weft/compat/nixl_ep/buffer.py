@@ -364,6 +364,7 @@ class Buffer(DeepEPBuffer):
         are masked or lost, -1 for those that are not connected."""
         with Call("query_mask_buffer"):
             self._check_alive()
+            check(self.group_size > 0, "update_memory_buffers comes first")
             check_tensor("mask_status", mask_status, torch.int32, [self.group_size])
             found = [_NOT_CONNECTED] * self.group_size
             for rank in (self.rank, *(self._remote or ())):

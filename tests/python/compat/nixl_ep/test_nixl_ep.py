@@ -212,6 +212,8 @@ def test_refused_on_this_rank():
     buffer = Buffer(rank=1)
     with pytest.raises(AssertionError, match="update_memory_buffers comes first"):
         buffer.connect_ranks([0, 1])
+    with pytest.raises(AssertionError, match="update_memory_buffers comes first"):
+        buffer.query_mask_buffer(torch.zeros(2, dtype=torch.int32))
     with pytest.raises(AssertionError, match="num_ranks = 1 .* this rank, 1"):
         buffer.update_memory_buffers(1, 2, 0)
     buffer.update_memory_buffers(2, 2, 0)
