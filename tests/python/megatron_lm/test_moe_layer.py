@@ -47,13 +47,14 @@ class Experts(nn.Module):
 
 def megatron(how: str):
     """Its modules: over Weft's deep_ep ("names"), or with Weft's dispatcher in place of its own."""
-    import over_weft  # noqa: F401
+    import over_weft
     from megatron.core import process_groups_config
     from megatron.core.transformer import transformer_config
     from megatron.core.transformer.moe import moe_layer, token_dispatcher
 
     import weft.dispatcher
 
+    over_weft.forget_buffer_after_call()
     own = token_dispatcher.MoEFlexTokenDispatcher
     is_own = how == "names"
     moe_layer.MoEFlexTokenDispatcher = own if is_own else weft.dispatcher.MoEFlexTokenDispatcher
