@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's dispatchers of DeepEP and NIXL EP from its wheel, and stand-ins for what they import."""
+"""SGLang's dispatchers of DeepEP and NIXL EP and its single-batch overlap from its wheel, and
+stand-ins for what they import and for streams."""
 
 import enum
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -17,11 +19,21 @@ import weft.fp8
 PACKAGE = "sglang 0.5.23"
 NUM_MAX = 16  # tokens of a rank in a call with blocks of fixed size
 _BELOW = "sglang.srt.layers.moe.token_dispatcher"
-MODULES = [f"{_BELOW}.{name}" for name in ("base", "deepep", "deepep_v2", "nixl")]
+MODULES = [
+    *(f"{_BELOW}.{name}" for name in ("base", "deepep", "deepep_v2", "nixl")),
+    "sglang.srt.batch_overlap.single_batch_overlap",
+]
 
 # What a test chooses before it makes a dispatcher.
 chosen = SimpleNamespace(
-    output="BF16", is_prefill=True, expands_prefill=None, buffers={}, store=None
+    output="BF16",
+    is_prefill=True,
+    expands_prefill=None,
+    num_max=NUM_MAX,
+    is_blackwell=False,
+    runner="deep_gemm",
+    buffers={},
+    store=None,
 )
 
 
@@ -86,6 +98,39 @@ class FixedRanks:
         return 0
 
 
+class Event:
+    """Shows what a CPU hides: that it is recorded before anybody waits for it, and when they do."""
+
+    def __init__(self):
+        self.is_recorded, self.awaited = False, threading.Event()
+
+    def record(self):
+        self.is_recorded = True
+
+
+class Stream:
+    """The calling thread."""
+
+    def wait_event(self, event):
+        assert event.is_recorded
+        event.awaited.set()
+
+    def wait_stream(self, stream):
+        pass
+
+
+class Runner:
+    """What `get_moe_runner_backend` tells."""
+
+    @staticmethod
+    def is_deep_gemm():
+        return chosen.runner == "deep_gemm"
+
+    @staticmethod
+    def is_flashinfer_cutedsl():
+        return chosen.runner == "flashinfer_cutedsl"
+
+
 def _quantise(x, group_size, *, column_major_scales, scale_tma_aligned, scale_ue8m0):
     assert group_size == weft.fp8.GROUP
     assert not (column_major_scales or scale_tma_aligned or scale_ue8m0)
@@ -97,7 +142,9 @@ def _stubs() -> dict[str, ModuleType]:
         attn_dp_size=1, attn_cp_size=1, tp_size=1, tp_group=None, max_ep_size=None
     )
     settings = SimpleNamespace(
-        SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=Setting(NUM_MAX),
+        SGLANG_BLACKWELL_OVERLAP_SHARED_EXPERTS_OUTSIDE_SBO=Setting(False),
+        SGLANG_DEEPEP_LL_COMBINE_SEND_NUM_SMS=Setting(None),
+        SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=Setting(lambda: chosen.num_max),
         SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND=Setting(lambda: chosen.expands_prefill),
         SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK=Setting(NUM_MAX),
         SGLANG_DEEPEP_V2_NUM_SMS=Setting(0),
@@ -122,6 +169,7 @@ def _stubs() -> dict[str, ModuleType]:
             "DEEPGEMM_SCALE_UE8M0": False,
         },
         "sglang.srt.layers.dp_attention": {"get_is_extend_in_batch": lambda: chosen.is_prefill},
+        "sglang.srt.layers.moe": {"get_moe_runner_backend": Runner},
         "sglang.srt.layers.moe.topk": {"TopKOutput": TopK},
         "sglang.srt.layers.moe.utils": {
             "DeepEPMode": DeepEPMode,
@@ -130,6 +178,7 @@ def _stubs() -> dict[str, ModuleType]:
             "get_deepep_config": lambda: None,
             "get_deepep_output_dtype": lambda _: DispatcherOutputDtype[chosen.output],
             "get_deepep_v2_fp8_scale_format": lambda: scales,
+            "is_sbo_enabled": lambda: True,
             "is_tbo_enabled": lambda: False,
         },
         "sglang.srt.runtime_context": {
@@ -140,7 +189,7 @@ def _stubs() -> dict[str, ModuleType]:
         "sglang.srt.utils": {
             "get_bool_env_var": lambda _: False,
             "get_cuda_version": lambda: (12, 9),
-            "is_blackwell": lambda: False,
+            "is_blackwell": lambda: chosen.is_blackwell,
             "is_flashinfer_available": lambda: False,
             "is_hip": lambda: False,
             "is_npu": lambda: False,
@@ -155,15 +204,37 @@ STUBS = tuple(_stubs())
 
 @contextmanager
 def dispatchers(wheel: Path, **choices: object):
-    """The modules deepep, deepep_v2 and nixl, with these `chosen` and no buffer yet."""
+    """The modules deepep, deepep_v2, nixl and single_batch_overlap, with these `chosen` and no
+    buffer yet."""
     _, *modules = load(wheel, _stubs(), MODULES, ["deep_ep"])
     gpu = SimpleNamespace(multi_processor_count=132)
+    host = SimpleNamespace(current_stream=Stream)
     with (
         patch.multiple(chosen, buffers={}, **choices),
-        patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
+        patch.multiple(
+            torch.cuda,
+            get_device_properties=lambda device: gpu,
+            Event=Event,
+            stream=lambda stream: nullcontext(),
+        ),
+        patch.object(torch, "get_device_module", lambda: host),
     ):
         weft.compat.install("nixl_ep", force=True)  # it is imported when a dispatcher is made
         try:
             yield modules
         finally:
             weft.compat.uninstall("nixl_ep")
+
+
+def make(dispatcher, layer, group, mode, **options):
+    """One of SGLang's dispatchers for a layer of `dense`."""
+    return dispatcher(
+        group,
+        layer.ids.size(1),
+        num_experts=layer.num_experts,
+        num_local_experts=layer.num_local,
+        hidden_size=layer.x.size(1),
+        params_dtype=torch.bfloat16,
+        deepep_mode=mode,
+        **options,
+    )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from dense import Layer, plain
 from loading import stand_ins
-from sglang_stubs import NUM_MAX, DeepEPMode, TopK, dispatchers
+from sglang_stubs import NUM_MAX, DeepEPMode, TopK, dispatchers, make
 
 from packages import wheel
 from weft import block_formats
@@ -19,19 +19,6 @@ TOKENS = [(9, 5), (4, 0)]  # of the ranks
 @pytest.fixture(scope="module")
 def package():
     return wheel(sglang_stubs.PACKAGE)
-
-
-def make(dispatcher, layer, group, mode, **options):
-    return dispatcher(
-        group,
-        layer.ids.size(1),
-        num_experts=layer.num_experts,
-        num_local_experts=layer.num_local,
-        hidden_size=HIDDEN,
-        params_dtype=torch.bfloat16,
-        deepep_mode=mode,
-        **options,
-    )
 
 
 def prefill(layer, module, dispatcher):
@@ -124,7 +111,7 @@ def with_v2(rank, num_ranks, group, package, tokens, is_prefill, expands, output
     layer = Layer(rank, group, hidden=HIDDEN, tokens=tokens)
     is_fp8 = output == "FP8"
     choices = {"is_prefill": is_prefill, "expands_prefill": expands}
-    with dispatchers(package, **choices) as (_, module, _):
+    with dispatchers(package, **choices) as (_, module, *_):
         dispatcher = module.DeepEPv2Dispatcher(
             group,
             layer.ids.size(1),
@@ -163,7 +150,7 @@ def test_deepep_v2(ranks, package, tokens, is_prefill, expands, output):
 def with_nixl(rank, num_ranks, group, package, tokens, output, has_hook, folder):
     layer = Layer(rank, group, hidden=HIDDEN, tokens=tokens)
     store = dist.FileStore(f"{folder}/store", num_ranks)
-    with dispatchers(package, output=output, is_prefill=False, store=store) as (_, _, module):
+    with dispatchers(package, output=output, is_prefill=False, store=store) as (_, _, module, _):
         mode = DeepEPMode.LOW_LATENCY
         options = {"return_recv_hook": has_hook}
         dispatcher = make(module.NixlEPDispatcher, layer, group, mode, **options)
