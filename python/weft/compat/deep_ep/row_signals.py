@@ -17,12 +17,15 @@ _MOST_SMS = 32  # of a call by signals of experts
 
 def by_expert(signals: Tensor, wanted: int, handle: LowLatencyHandle) -> tuple[RowMarks, int]:
     """src_signals: each multiprocessor that computes adds one to that of an expert, and `wanted` of
-    them compute. Returns the marks and how many multiprocessors are left for the call, 0 on a CPU.
+    them compute; what is behind those of the experts is not read (SGLang has one for each row of
+    NVFP4). Returns the marks and how many multiprocessors are left for the call, 0 on a CPU.
     """
     experts = handle.plan.exchange.num_local_experts
-    check_tensor("src_signals", signals, (torch.uint32, torch.int32), [experts])
+    check_tensor("src_signals", signals, (torch.uint32, torch.int32), ["experts"])
+    has_all = signals.numel() >= experts
+    check(has_all, f"src_signals has {signals.numel()} elements (expected at least {experts})")
     _check_unmasked(handle)
-    marks = RowMarks(signals.view(torch.int32), wanted)
+    marks = RowMarks(signals.view(torch.int32)[:experts], wanted)
     if not signals.is_cuda:
         return marks, 0
     sms = torch.cuda.get_device_properties(signals.device).multi_processor_count
