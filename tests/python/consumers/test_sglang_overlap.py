@@ -8,6 +8,7 @@ of rows, or as FlashInfer does on Blackwell, by expert. What is not to be read i
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import sglang_stubs
@@ -108,6 +109,12 @@ def down_by_expert(overlap, made, counts):
     return late, threading.Thread(target=write)
 
 
+def down(overlap, block, made, counts):
+    if block:
+        return down_by_block(overlap, made, counts, block)
+    return down_by_expert(overlap, made, counts)
+
+
 def decode(layer, module, dispatcher, write=None):
     """A layer's output; write: makes rows from those that the experts have made, and a thread."""
     given = TopK(layer.weights, layer.ids.to(torch.int32))
@@ -139,14 +146,9 @@ def overlapped(rank, num_ranks, group, package, tokens, output, block, has_hook)
         layer.check(wanted, TOLERANCE[output])
         for _ in range(2):
             overlap = Overlap(sbo, dispatcher)
-
-            def write(made, counts):
-                assert overlap.combine.overlap == (block is not None)
-                if block:
-                    return down_by_block(overlap, made, counts, block)
-                return down_by_expert(overlap, made, counts)
-
-            found = decode(layer, module, dispatcher, None if block is None else write)
+            write = None if block is None else partial(down, overlap, block)
+            found = decode(layer, module, dispatcher, write)
+            assert overlap.combine.overlap == (block is not None)
             overlap.remove()
             assert dispatcher.overlap_args is None
             assert torch.equal(found, wanted)
