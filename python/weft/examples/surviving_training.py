@@ -248,7 +248,10 @@ class Trainer:
             os.replace(new, self._file(expert))
 
     def _log(self, step: int, loss: float) -> None:
-        line = {"step": step, "loss": loss, "alive": self.exchange.alive()}
+        alive = self.exchange.alive()
+        line = {"step": step, "loss": loss, "alive": alive}
+        if self.rank == alive[0]:
+            print(f"step {step} of {self.args.steps}, alive {alive}", file=sys.stderr, flush=True)
         with open(self.folder / f"log{self.rank}", "a") as file:
             file.write(json.dumps(line) + "\n")
 
