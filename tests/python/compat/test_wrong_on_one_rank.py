@@ -414,6 +414,9 @@ def test_all_hear_what_one_refuses_where_others_announce(ranks, kind):
     ranks(wrong_for_another_exchange, 2, kind)
 
 
+SETTINGS = {"copy_engines": False, "num_sms": 0, "on_peer_loss": "fail"}
+
+
 class Steps:
     """The core of an exchange of a GPU and its group, which tell what all ranks wait for in a call
     that one of them refuses."""
@@ -423,7 +426,7 @@ class Steps:
         self.exchange = weft.Exchange.__new__(weft.Exchange)
         vars(self.exchange).update(device=torch.device("cpu"), hidden=8, num_experts=2, group=self)
         vars(self.exchange).update(_core=self, _on_gpu=True, _has_copy_room=True, max_tokens=4)
-        vars(self.exchange).update(_settings={"copy_engines": False, "num_sms": 0}, max_topk=2)
+        vars(self.exchange).update(_settings=SETTINGS, max_topk=2)
         self.exchange._stream = lambda: 0
 
     rank, num_ranks, num_begun = 0, 2, 0
