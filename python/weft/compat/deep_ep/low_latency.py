@@ -242,7 +242,7 @@ class LowLatencyMode:
         combine_wait_recv_cost_stats int64 [R]: as for dispatch.
 
         Single-batch overlap, of all ranks or none: the call begins while x is being written, and a
-        row is sent once its block is whole. Either src_signals int32 or uint32 [El]: the rows of an
+        row is sent once its block is whole. Either src_signals int32 or uint32 [El or more]: the rows of an
         expert are one block, whole when its signal equals src_signal_expect_value. Or, with overlap
         and return_recv_hook, comp_signal int32, flat: for each expert ceil(R * num_max / block_m)
         blocks of block_m rows, whole when equal to threshold; packed_recv_count is dispatch's
