@@ -109,6 +109,11 @@ class HandleAlgoKnobTopKWeights:
 
 
 @dataclass(frozen=True)
+class HandleAlgoKnobNumReceivedTokens:
+    target: torch.Tensor
+
+
+@dataclass(frozen=True)
 class HandleParams:
     topk_ids: torch.Tensor
 
@@ -122,7 +127,10 @@ class DispatchInputParams:
 class DispatchOutput:
     expert_tensors: torch.Tensor
     num_tokens: int
+    recv_topk_idx: torch.Tensor | None = None
+    recv_topk_weights: torch.Tensor | None = None
     expert_counts: torch.Tensor | None = None
+    recv_total_counter: torch.Tensor | None = None
     expert_scales: torch.Tensor | None = None
 
 

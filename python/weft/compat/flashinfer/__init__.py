@@ -12,9 +12,10 @@ from types import ModuleType
 from weft import NotAvailable
 
 from .communication import Communication
-from .fleet import Fleet, FleetHandle
+from .fleet import Fleet
+from .handles import FleetHandle, RowsHandle
 
-__all__ = ["Communication", "Fleet", "FleetHandle", "register"]
+__all__ = ["Communication", "Fleet", "FleetHandle", "RowsHandle", "register"]
 
 # Where the classes of a plug-in have been.
 _MODULES = ("flashinfer.moe_ep", "flashinfer.moe_ep.core.comm.communication")
@@ -35,13 +36,16 @@ def register(name: str = "weft") -> type:
 
 def _register_fleet(module: ModuleType, name: str) -> None:
     results = {"dispatch_class": module.DispatchOutput, "combine_class": module.CombineOutput}
-    handle = type("WeftHandle", (FleetHandle, module.Handle), results)
+    handles = {
+        "handle_class": type("WeftHandle", (FleetHandle, module.Handle), results),
+        "rows_handle_class": type("WeftRowsHandle", (RowsHandle, module.Handle), results),
+    }
     bases = (Fleet, module.Fleet)
     try:  # how the ranks that are left agree about the others is FlashInfer's
         bases = (Fleet, importlib.import_module(_AGREEMENT).FaultToleranceMixin, module.Fleet)
     except (ImportError, AttributeError):
         pass
-    module.register_fleet(name)(type("WeftFleet", bases, {"handle_class": handle}))
+    module.register_fleet(name)(type("WeftFleet", bases, handles))
 
 
 def _plug_ins() -> ModuleType:

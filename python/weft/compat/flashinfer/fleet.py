@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `register` makes a fleet of: blocks of rows for each expert, by `nixl_ep.Buffer`."""
+"""What `register` makes a fleet of: ranks that find each other, come and go as those of
+`nixl_ep.Buffer`. handles.py has its calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.compat.deep_ep.checks import NotInWeft, check
-from weft.compat.deep_ep.hooks import Hook
 from weft.compat.nixl_ep import Buffer
-from weft.compat.nixl_ep.buffer import NixlHandle
+
+from .handles import by_name
+from .rows import FlatRows, RankBlocks, RowsBuffer, Sizes
 
 _FP8, _UE8M0 = {"FP8E4M3", "FP8E5M2", "NVFP8"}, "UE8M0"
+_LAYOUTS = {"EXPERT_MAJOR": Buffer, "RANK_MAJOR": RankBlocks}  # of LOW_LATENCY
 
 
 class Fleet:
-    """The ranks and their buffer, for algorithm LOW_LATENCY in layout EXPERT_MAJOR.
+    """The ranks and their buffer, for algorithm LOW_LATENCY in layout EXPERT_MAJOR or RANK_MAJOR,
+    or HIGH_THROUGHPUT, whose layout is its own.
 
     Ranks grow and shrink by `update_topology`, up to FleetAlgoKnobTopologyCapacity. With
     FleetAlgoKnobFaultTolerance others can be masked; on CPUs of one host a rank that is lost is
@@ -26,33 +30,36 @@ class Fleet:
     """
 
     handle_class: type  # `FleetHandle` with FlashInfer's `Handle`
+    rows_handle_class: type  # `RowsHandle` with it
 
     def __init__(self, bootstrap: Any, params: Any, algo_knobs: Sequence[Any] = ()) -> None:
         """Collective. The ranks meet by bootstrap.tcp_store, else by its process_group, or the
-        default one. Quantization is that of e4m3 with a scale for 128 elements."""
-        for name, value, wanted in (
-            ("algorithm", params.algorithm, "LOW_LATENCY"),
-            ("layout", params.layout, "EXPERT_MAJOR"),
-        ):
-            if value.name != wanted:
-                raise NotInWeft(f"Fleet: {name} = {value.name} (expected {wanted})")
-        knobs = _by_name(algo_knobs)
+        default one. Quantization is that of e4m3 with a scale for 128 elements, in layout
+        EXPERT_MAJOR; FleetAlgoKnobFaultTolerance needs LOW_LATENCY."""
+        knobs = by_name(algo_knobs)
+        buffer_class = _buffer_class(params)
         topology = knobs.get("FleetAlgoKnobTopologyCapacity")
         capacity = bootstrap.world_size if topology is None else topology.n
         check(
             capacity > 0 and params.num_experts % capacity == 0,
             f"Fleet: {params.num_experts} experts (expected a multiple of the {capacity} ranks)",
         )
-        self._set_knobs(knobs)
         self.params, self.capacity, self._bootstrap = params, capacity, bootstrap
+        self._has_rows = issubclass(buffer_class, RowsBuffer)
+        self._set_knobs(knobs)
         tolerance = knobs.get("FleetAlgoKnobFaultTolerance")
         self._tolerance = tolerance if tolerance is not None and tolerance.enabled else None
+        if self._tolerance is not None and buffer_class is FlatRows:
+            raise NotInWeft(
+                "Fleet: FleetAlgoKnobFaultTolerance with algorithm = HIGH_THROUGHPUT (expected "
+                "LOW_LATENCY: the interface has no masks elsewhere)"
+            )
         waits = getattr(self._tolerance, "timeout_ms", 0)
         self._store = getattr(bootstrap, "tcp_store", None)
         group = None
         if self._store is None:
             group = bootstrap.process_group or dist.group.WORLD
-        self.buffer = Buffer(
+        self.buffer = buffer_class(
             explicitly_destroy=True,
             rank=bootstrap.rank,
             group=group,
@@ -67,7 +74,15 @@ class Fleet:
 
     def create_handle(self, params: Any, algo_knobs: Sequence[Any] = ()) -> Any:
         """Local: of one dispatch and its combine."""
-        return self.handle_class(self, params, algo_knobs)
+        handle_class = self.rows_handle_class if self._has_rows else self.handle_class
+        return handle_class(self, params, algo_knobs)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of calls that send rows."""
+        params = self.params
+        sizes = (params.max_tokens_per_rank, params.num_experts, params.token_hidden_size)
+        return Sizes(self._bootstrap.world_size, *sizes)
 
     def update_topology(self, bootstrap: Any, algo_knobs: Sequence[Any] = ()) -> None:
         """Collective among the ranks that stay and those that come, which make a fleet. The first
@@ -87,7 +102,7 @@ class Fleet:
         self._bootstrap = bootstrap
         self._known = self._active()
         if algo_knobs:
-            self._set_knobs(_by_name(algo_knobs))
+            self._set_knobs(by_name(algo_knobs))
 
     def destroy(self) -> None:
         """Gives the memory back; once more does nothing."""
@@ -159,77 +174,21 @@ class Fleet:
     def _set_knobs(self, knobs: dict[str, Any]) -> None:
         quantization = knobs.get("FleetAlgoKnobQuantization")
         names = {one.name for one in getattr(quantization, "quants", ())}
+        if names and self._has_rows:
+            raise NotInWeft(
+                f"Fleet: FleetAlgoKnobQuantization of {sorted(names)} (expected algorithm = "
+                "LOW_LATENCY and layout = EXPERT_MAJOR: only their receivers take scales)"
+            )
         self.use_fp8, self.use_ue8m0 = bool(names & _FP8), _UE8M0 in names
 
 
-class FleetHandle:
-    """One dispatch and its combine. With HandleAlgoKnobSplitOperation what they return may be read
-    after `complete`."""
-
-    dispatch_class: Any  # FlashInfer's `DispatchOutput`
-    combine_class: Any  # its `CombineOutput`
-
-    def __init__(self, fleet: Fleet, params: Any, algo_knobs: Sequence[Any] = ()) -> None:
-        knobs = _by_name(algo_knobs)
-        self._fleet, self._ids = fleet, params.topk_ids
-        self._weights = getattr(knobs.get("HandleAlgoKnobTopKWeights"), "weights", None)
-        self._is_staged = "HandleAlgoKnobSplitOperation" in knobs
-        self._handle: NixlHandle | None = None
-        self._hook: Hook | None = None
-
-    def update(self, params: Any) -> None:
-        """The routing of the next dispatch, of the same shape. A CUDA graph keeps the memory of its
-        capture: write into that."""
-        ids, old = params.topk_ids, self._ids
-        shapes = f"{list(ids.shape)} (expected {list(old.shape)})"
-        check(ids.shape == old.shape, f"update: topk_ids has shape {shapes}")
-        self._ids = ids
-
-    def dispatch(self, params: Any) -> Any:
-        """Collective. params.x[0] bf16 [T, H] to blocks [El, capacity * max_tokens_per_rank, H]."""
-        fleet = self._fleet
-        rows, counts, self._handle, _, self._hook = fleet.buffer.dispatch(
-            params.x[0],
-            self._ids,
-            fleet.params.max_tokens_per_rank,
-            fleet.params.num_experts,
-            use_fp8=fleet.use_fp8,
-            round_scale=fleet.use_ue8m0,
-            use_ue8m0=fleet.use_ue8m0,
-            return_recv_hook=self._is_staged,
-        )
-        rows, scales = rows if isinstance(rows, tuple) else (rows, None)
-        return self.dispatch_class(
-            expert_tensors=rows,
-            num_tokens=rows.size(1),
-            expert_counts=counts,
-            expert_scales=scales,
-        )
-
-    def combine(self, params: Any) -> Any:
-        """Collective. params.x[0] bf16 like the blocks, to [T, H]: rows times the weights of
-        HandleAlgoKnobTopKWeights, added up; in params.out if given."""
-        check(self._weights is not None, "combine without HandleAlgoKnobTopKWeights")
-        combined, _, self._hook = self._fleet.buffer.combine(
-            params.x[0],
-            self._ids,
-            self._weights,
-            self._handle,
-            return_recv_hook=self._is_staged,
-            out=params.out,
-        )
-        return self.combine_class(x=combined)
-
-    def complete(self) -> None:
-        """The current stream's later work comes after the last call."""
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook()
-
-    def destroy(self) -> None:
-        self._handle = self._hook = None
-
-
-def _by_name(knobs: Sequence[Any]) -> dict[str, Any]:
-    """By the names of their classes, of which the last one counts."""
-    return {type(knob).__name__: knob for knob in knobs}
+def _buffer_class(params: Any) -> type[Buffer]:
+    if params.algorithm.name == "HIGH_THROUGHPUT":
+        return FlatRows
+    for name, value, known in (
+        ("algorithm", params.algorithm, {"LOW_LATENCY": None}),
+        ("layout", params.layout, _LAYOUTS),
+    ):
+        if value.name not in known:
+            raise NotInWeft(f"Fleet: {name} = {value.name} (expected {' or '.join(known)})")
+    return _LAYOUTS[params.layout.name]

@@ -434,7 +434,7 @@ class Buffer(DeepEPBuffer):
         ranks = self._call_ranks()
         if ranks not in self._runtimes or self._runtimes[ranks].exchanges.lost:
             lose = functools.partial(_lose, ranks, self._masked, self._lost)
-            on_loss = lose if self.low_latency_mode else None
+            on_loss = lose if self._goes_on else None
             new = Runtime(self._meeting.of(ranks), self.timeout_ms / 1000, on_loss)
             new.stream = self._stream
             self._runtimes[ranks] = new
@@ -457,6 +457,11 @@ class Buffer(DeepEPBuffer):
             raise
         finally:
             self._pinned = None
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether calls may go on without ranks that are lost."""
+        return self.low_latency_mode
 
     @property
     def _pool(self) -> ExchangePool | None:

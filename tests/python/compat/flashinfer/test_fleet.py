@@ -145,11 +145,5 @@ def test_quantised_rows(ranks, tmp_path):
 
 def test_what_is_refused():
     with stub.installed(PLACE):
-        for wrong, match in (
-            ({"algorithm": stub.EpAlgorithm.HIGH_THROUGHPUT}, "algorithm = HIGH_THROUGHPUT"),
-            ({"layout": stub.EpLayout.RANK_MAJOR}, "layout = RANK_MAJOR"),
-        ):
-            with pytest.raises(NotImplementedError, match=match):
-                made(0, 1, None, **wrong)
         with pytest.raises(weft.InvalidArgument, match="7 experts .expected a multiple of the 2"):
             made(0, 1, None, stub.FleetAlgoKnobTopologyCapacity(2), num_experts=7)
