@@ -105,8 +105,9 @@ def check_rows(case, got, members, num_ranks, is_flat):
     return len(want)
 
 
-def step(case, fleet, members=None, *knobs, out=None):
-    """A dispatch and a combine among `members` (None: all), compared."""
+def step(case, fleet, members=None, *knobs, out=None, left=None):
+    """A dispatch among `members` (None: all) and a combine of those that are left then (None: the
+    same), compared."""
     num_ranks = fleet.sizes.num_ranks
     members = range(num_ranks) if members is None else members
     is_flat = fleet.params.algorithm is stub.EpAlgorithm.HIGH_THROUGHPUT
@@ -121,7 +122,7 @@ def step(case, fleet, members=None, *knobs, out=None):
     assert isinstance(done, stub.CombineOutput) and (out is None or done.x is out)
     assert done.x.dtype == case.x.dtype and done.x.shape == case.x.shape
     near = 4 * torch.finfo(case.x.dtype).eps  # what each rank has is rounded, and their sum
-    want = case.dense(members, num_ranks)
+    want = case.dense(members if left is None else left, num_ranks)
     torch.testing.assert_close(done.x.float(), want, rtol=near, atol=near)
     handle.destroy()
     return got, used
@@ -149,7 +150,7 @@ def ugly(rank, num_ranks):
         torch.full((4, 2), -1),
         torch.zeros((0, 3), dtype=torch.int64),  # no token anywhere
         torch.zeros((MOST if rank == 1 else 0, 3), dtype=torch.int64),
-        torch.tensor([[num_experts, -7, 0], [2**32, 2**40 + 1, num_experts + 9]]),
+        torch.tensor([[num_experts, -7, 0], [2**32, 0, 2**40 + 1], [2**32, 2**40, -(2**32)]]),
     ]
 
 
@@ -266,6 +267,32 @@ def masks(rank, num_ranks, group):
 
 def test_others_go_on_without_a_rank(ranks):
     ranks(masks, 3)
+
+
+def leaves(rank, num_ranks, group, when):
+    """A rank is lost between a plan and its rows, or a dispatch and its combine."""
+    case = Case(rank, group, random_idx(rank, LOCAL * num_ranks, (9, 6, 7)[rank]))
+    with stub.installed(PLACE):
+        fleet = made(rank, num_ranks, None, BLOCKS, group=group)
+        step(case, fleet)
+        if rank != 1:
+            step(case, fleet, None if when == "combine" else [0, 2], left=[0, 2])
+            step(case, fleet, [0, 2])
+            return
+        if when == "combine":
+            knob = stub.HandleAlgoKnobTopKWeights(case.weights)
+            handle = fleet.create_handle(stub.HandleParams(case.idx), [knob])
+            handle.dispatch(stub.DispatchInputParams([case.x]))
+        else:
+            targets = torch.tensor([[1, 4, 7]] * 6)  # for what comes from this rank
+            exchange = fleet.buffer.runtime.exchanges.last
+            exchange.plan(targets, layout="expert_strided", expert_stride=MOST)
+        fleet.destroy()
+
+
+@pytest.mark.parametrize("when", ["plan", "combine"])
+def test_others_end_a_call_without_a_rank(ranks, when):
+    ranks(leaves, 3, when)
 
 
 def dies(rank, num_ranks, group):
