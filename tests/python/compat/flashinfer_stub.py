@@ -166,6 +166,15 @@ def create_fleet(bootstrap, params, algo_knobs=(), backend="nccl_ep"):
     return fleets[getattr(backend, "backend_name", backend)](bootstrap, params, algo_knobs)
 
 
+def kind_for_layer(backend):
+    """What a layer takes a back end for; one that is both or neither it refuses."""
+    kinds = [
+        kind for kind, known in (("fleet", fleets), ("communication", registry)) if backend in known
+    ]
+    assert len(kinds) == 1, f"{backend} is {kinds}"
+    return kinds[0]
+
+
 _COMMUNICATION = (MoEEpCommunication, MoEEpDispatchResult, register_communication)
 _FLEET = (Fleet, Handle, DispatchOutput, CombineOutput, register_fleet)
 

@@ -3,7 +3,8 @@
 
 import weft.compat.flashinfer
 weft.compat.flashinfer.register()   # then: create_communication(bootstrap, params, "weft"),
-                                    # or create_fleet(bootstrap, params, knobs, "weft")
+                                    # or create_fleet(bootstrap, params, knobs, "weft");
+                                    # in FlashInfer's layer the back end "weft_fleet"
 """
 
 import importlib
@@ -24,14 +25,17 @@ _AGREEMENT = "flashinfer.moe_ep.core.comm.fault_tolerance"
 
 def register(name: str = "weft") -> type:
     """Makes `create_communication` of FlashInfer know Weft by this name, and where there are fleets
-    `create_fleet`, too. NotAvailable without a FlashInfer that has such plug-ins. Returns the class
-    of the former."""
+    `create_fleet`, too. FlashInfer's layer refuses a name that is both, so each has a name of its
+    own besides, with "_communication" or "_fleet" behind it. NotAvailable without a FlashInfer that
+    has such plug-ins. Returns the class of the former."""
     module = _plug_ins()
     base, result = module.MoEEpCommunication, module.MoEEpDispatchResult
     made = type("WeftCommunication", (Communication, base), {"result_class": result})
     if hasattr(module, "register_fleet"):
         _register_fleet(module, name)
-    return module.register_communication(name)(made)
+    for each in (f"{name}_communication", name):  # the class keeps the last one
+        module.register_communication(each)(made)
+    return made
 
 
 def _register_fleet(module: ModuleType, name: str) -> None:
@@ -45,7 +49,9 @@ def _register_fleet(module: ModuleType, name: str) -> None:
         bases = (Fleet, importlib.import_module(_AGREEMENT).FaultToleranceMixin, module.Fleet)
     except (ImportError, AttributeError):
         pass
-    module.register_fleet(name)(type("WeftFleet", bases, handles))
+    fleet = type("WeftFleet", bases, handles)
+    for each in (f"{name}_fleet", name):
+        module.register_fleet(each)(fleet)
 
 
 def _plug_ins() -> ModuleType:

@@ -143,6 +143,15 @@ def test_quantised_rows(ranks, tmp_path):
     ranks(quantised, 2, str(tmp_path))
 
 
+def test_a_layer_tells_fleets_from_communications():
+    with stub.installed(PLACE):
+        made = flashinfer.register()
+        assert made.backend_name == "weft" and "weft" in stub.fleets and "weft" in stub.registry
+        assert stub.kind_for_layer("weft_fleet") == "fleet"
+        assert stub.kind_for_layer("weft_communication") == "communication"
+        assert stub.fleets["weft_fleet"] is stub.fleets["weft"]
+
+
 def test_what_is_refused():
     with stub.installed(PLACE):
         with pytest.raises(weft.InvalidArgument, match="7 experts .expected a multiple of the 2"):
