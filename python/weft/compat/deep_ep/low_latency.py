@@ -242,12 +242,13 @@ class LowLatencyMode:
         combine_wait_recv_cost_stats int64 [R]: as for dispatch.
 
         Single-batch overlap, of all ranks or none: the call begins while x is being written, and a
-        row is sent once its block is whole. Either src_signals int32 or uint32 [El or more]: the rows of an
-        expert are one block, whole when its signal equals src_signal_expect_value. Or, with overlap
-        and return_recv_hook, comp_signal int32, flat: for each expert ceil(R * num_max / block_m)
-        blocks of block_m rows, whole when equal to threshold; packed_recv_count is dispatch's
-        recv_count, and num_sms the most multiprocessors of the send. With src_signals these are 32,
-        or those that are not expected to signal. Beside masked ranks it raises `weft.Unsupported`.
+        row is sent once its block is whole. Either src_signals int32 or uint32 [El or more]: the
+        rows of an expert are one block, whole when its signal equals src_signal_expect_value. Or,
+        with overlap and return_recv_hook, comp_signal int32, flat: for each expert ceil(R * num_max
+        / block_m) blocks of block_m rows, whole when equal to threshold; packed_recv_count is
+        dispatch's recv_count, and num_sms the most multiprocessors of the send. With src_signals
+        these are 32, or those that are not expected to signal. Beside masked ranks it raises
+        `weft.Unsupported`.
         """
         with Call("low_latency_combine", self._pool, "combine") as call:
             stream = self._low_latency(async_finish, return_recv_hook)

@@ -66,6 +66,7 @@ class Fleet:
             tcp_store_group=self._store,
             **({"timeout_ms": waits} if waits else {}),
         )
+        self.buffer.goes_on = self._tolerance is not None
         self.buffer.update_memory_buffers(capacity, params.num_experts // capacity, 0)
         self.buffer.connect_ranks(list(range(bootstrap.world_size)))
         self._epoch = 0

@@ -108,9 +108,7 @@ class RowsBuffer(Buffer):
 
 
 class FlatRows(RowsBuffer):
-    """Rows that carry a token come first, by source and token. No call goes on without a rank."""
-
-    _goes_on = False
+    """Rows that carry a token come first, by source and token."""
 
     def _layout(self, sizes: Sizes) -> dict[str, Any]:
         return {"layout": "rank_major", "row_budget": sizes.num_rows, "ignores_unknown": True}

@@ -126,6 +126,8 @@ class Buffer(DeepEPBuffer):
         check_least("Buffer: rank", rank, 0)
         self.rank = rank
         self.low_latency_mode = low_latency_mode
+        # Whether calls may go on without ranks that are lost; set before ranks are connected.
+        self.goes_on: bool = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.timeout_ms = timeout_ms
         self.group_size = 0  # the capacity
@@ -434,7 +436,7 @@ class Buffer(DeepEPBuffer):
         ranks = self._call_ranks()
         if ranks not in self._runtimes or self._runtimes[ranks].exchanges.lost:
             lose = functools.partial(_lose, ranks, self._masked, self._lost)
-            on_loss = lose if self._goes_on else None
+            on_loss = lose if self.goes_on else None
             new = Runtime(self._meeting.of(ranks), self.timeout_ms / 1000, on_loss)
             new.stream = self._stream
             self._runtimes[ranks] = new
@@ -457,11 +459,6 @@ class Buffer(DeepEPBuffer):
             raise
         finally:
             self._pinned = None
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether calls may go on without ranks that are lost."""
-        return self.low_latency_mode
 
     @property
     def _pool(self) -> ExchangePool | None:

@@ -273,7 +273,8 @@ def leaves(rank, num_ranks, group, when):
     """A rank is lost between a plan and its rows, or a dispatch and its combine."""
     case = Case(rank, group, random_idx(rank, LOCAL * num_ranks, (9, 6, 7)[rank]))
     with stub.installed(PLACE):
-        fleet = made(rank, num_ranks, None, BLOCKS, group=group)
+        knob = stub.FleetAlgoKnobFaultTolerance()
+        fleet = made(rank, num_ranks, None, BLOCKS, knob, group=group)
         step(case, fleet)
         if rank != 1:
             step(case, fleet, None if when == "combine" else [0, 2], left=[0, 2])
@@ -295,11 +296,11 @@ def test_others_end_a_call_without_a_rank(ranks, when):
     ranks(leaves, 3, when)
 
 
-def dies(rank, num_ranks, group):
-    """There are no masks to tell of it."""
+def dies(rank, num_ranks, group, kind):
+    """No fault tolerance was asked for, and so no masks tell of it."""
     case = Case(rank, group, random_idx(rank, LOCAL * num_ranks, 6))
     with stub.installed(PLACE):
-        fleet = made(rank, num_ranks, None, FLAT, group=group)
+        fleet = made(rank, num_ranks, None, kind, group=group)
         step(case, fleet)
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -307,8 +308,9 @@ def dies(rank, num_ranks, group):
             step(case, fleet)
 
 
-def test_flat_rows_do_not_go_on_without_a_rank(ranks):
-    ranks(dies, 3, dying=(2,))
+@pytest.mark.parametrize("kind", KINDS)
+def test_fleets_end_with_a_rank_unless_they_may_lose_some(ranks, kind):
+    ranks(dies, 3, kind, dying=(2,))
 
 
 def refused(rank, num_ranks, group, kind):
