@@ -262,8 +262,9 @@ def peers_block(runs, machine):
     when = f"Weft was measured {' and '.join(measured)}." if measured else "Weft is not measured yet."
     short = " Where there are few tokens, Weft's calls are replayed as a graph." if any(key[4] for key in rows) else ""
     head = f"Times in us, with the number of multiprocessors where it is known. {when}{short} {peers['about']}"
-    ran = "; ".join(f"{name}: {' and '.join(found)}" for name, found in modes.items() if found)
-    return [head, "", *table({header: header for header in lines[0]}, lines), "", f"Modes of the others: {ran}."]
+    ran = "; ".join(f"{name} ({' / '.join(found)})" for name, found in modes.items() if found)
+    dash = "A dash stands where nothing was measured or there is no such call; of several ways of a library its fastest counts"
+    return [head, "", *table({header: header for header in lines[0]}, lines), "", f"{dash}. How each was run: {ran}."]
 
 
 def load_runs(root):
