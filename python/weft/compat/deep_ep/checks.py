@@ -40,7 +40,8 @@ def check(is_good: object, problem: str) -> None:
 
 
 def check_least(what: str, value: int, least: int = 1) -> None:
-    check(value >= least, f"{what} = {value} (expected at least {least})")
+    if value < least:
+        raise BadCall(f"{what} = {value} (expected at least {least})")
 
 
 @functools.cache
@@ -88,8 +89,8 @@ def check_handle(handle: Any, kind: type) -> Any:
 
 
 def check_even(num_sms: int) -> None:
-    is_even = num_sms >= 0 and num_sms % 2 == 0
-    check(is_even, f"num_sms = {num_sms} (The SM count must be even)")
+    if num_sms < 0 or num_sms % 2 != 0:
+        raise BadCall(f"num_sms = {num_sms} (The SM count must be even)")
 
 
 def count_of(name: str, value: Any) -> int:
