@@ -51,4 +51,4 @@ lint: ## clang-tidy on all C++ sources
 	@scripts/lint
 
 clean: ## remove the build directories of the presets
-	rm -rf build/cpu build/cpu-asan build/cpu-tsan build/cuda build/fuzz build/gpu-check build/demo build/bench
+	rm -rf build/cpu build/cpu-asan build/cpu-tsan build/cuda build/gpu-check build/demo build/bench

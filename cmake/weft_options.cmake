@@ -4,7 +4,7 @@ option(WEFT_PROGRAM "Build the program weft" ON)
 option(WEFT_LAB "Build the laboratory: the trainer, the simulator and the program weft-lab" OFF)
 option(WEFT_BENCH "Build the benchmarks" ON)
 option(WEFT_PYTHON_MODULE "Build the Python module weft._core (needs nanobind, from PyPI)" OFF)
-option(WEFT_FUZZ "Build the fuzz targets and only those tests (needs clang)" OFF)
+option(WEFT_FUZZ "Build the fuzz targets, with coverage in all they call (needs clang)" OFF)
 option(WEFT_ASSERT "Check internal invariants" ON)
 option(WEFT_WERROR "Compiler warnings are errors; newer compilers warn of more" OFF)
 option(WEFT_PORTABLE "Link all that another Linux machine may lack into the Python module (scripts/wheel)" OFF)
@@ -13,6 +13,7 @@ set(WEFT_STABLE_ABI_HEADERS "" CACHE STRING
     "Headers of a Python 3.12 or later, of which the module then needs the stable interface alone")
 set(WEFT_CUDA "OFF" CACHE STRING "CUDA parts: OFF, AUTO (when nvcc is found) or ON (nvcc required)")
 set(WEFT_SANITIZE "" CACHE STRING "Sanitizers, as for -fsanitize= (address,undefined or thread)")
+# vptr wants a file descriptor for each check, and a test leaves it none.
 set(WEFT_NO_SANITIZE "" CACHE STRING "What of them is left out, as for -fno-sanitize=")
 
 find_program(CCACHE_PROGRAM ccache)

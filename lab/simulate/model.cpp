@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <ranges>
+#include <string>
 
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
@@ -55,6 +55,14 @@ T read(
   }
 }
 
+std::string names_of_fields() {
+  std::string names;
+  for (const ModelField& field : kFields) {
+    names += (names.empty() ? "" : ", ") + std::string(field.name);
+  }
+  return names;
+}
+
 }  // namespace
 
 std::span<const ModelField> model_fields() {
@@ -63,13 +71,7 @@ std::span<const ModelField> model_fields() {
 
 void set_field(Model& model, std::string_view name, double value, std::string_view origin) {
   const auto field = std::ranges::find(kFields, name, &ModelField::name);
-  WEFT_CHECK_ARG(
-      Context{},
-      field != kFields.end(),
-      "{} is not one of {}",
-      name,
-      fmt::join(kFields | std::views::transform(&ModelField::name), ", ")
-  );
+  WEFT_CHECK_ARG(Context{}, field != kFields.end(), "{} is not one of {}", name, names_of_fields());
   WEFT_CHECK_ARG(
       Context{},
       std::isfinite(value) && value >= field->least,

@@ -78,9 +78,9 @@ TEST_P(DomainsTest, AddInTheOrderOfTheReference) {
       if (layout == Layout::kRankMajor && scale != CombineScale::kNone) {
         continue;
       }
-      run({11, 12, 13}, [&, i = 0](Case& spec) mutable {
+      run({11, 12, 13}, [&, i = size_t{0}](Case& spec) mutable {
         constexpr std::array kDTypes = {DType::kBFloat16, DType::kFloat16, DType::kFloat32};
-        spec.dtype = kDTypes[static_cast<size_t>(i)];
+        spec.dtype = kDTypes[i];
         spec.output =
             std::array{OutputMemory::kDirect, OutputMemory::kStaged, OutputMemory::kMixed}[i++ % 3];
         spec.layout = layout;

@@ -223,7 +223,9 @@ Handshake greet(const Socket& socket, const std::string& secret) {
 TEST(StrangerTest, AProofCannotBeUsedTwice) {
   TestPort port;
   std::jthread root([&] {
-    EXPECT_NO_THROW(admit_ranks(rendezvous_of(0, 2, port.port), std::move(port.listener)));
+    EXPECT_NO_THROW(
+        static_cast<void>(admit_ranks(rendezvous_of(0, 2, port.port), std::move(port.listener)))
+    );
   });
   const Claim claim = {kProtocolVersion, 1, 2};
   const Socket first = open_to(port.port);
@@ -246,7 +248,9 @@ TEST(StrangerTest, AProofCannotBeUsedTwice) {
 TEST(StrangerTest, WhoeverProvesNothingGetsNoProof) {
   TestPort port;
   std::jthread root([&] {
-    EXPECT_NO_THROW(admit_ranks(rendezvous_of(0, 2, port.port), std::move(port.listener)));
+    EXPECT_NO_THROW(
+        static_cast<void>(admit_ranks(rendezvous_of(0, 2, port.port), std::move(port.listener)))
+    );
   });
   const Socket socket = open_to(port.port);
   const Handshake handshake = greet(socket, "a guess that is wrong");

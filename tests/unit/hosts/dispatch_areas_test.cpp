@@ -12,8 +12,6 @@
 namespace weft::test {
 namespace {
 
-constexpr uint64_t kNoEnd = uint64_t{1} << 60;
-
 TEST(DispatchAreasTest, AreasAreApartAndMessagesNumberedInOneSequence) {
   const DomainPlans plans({{0, 1, 2}, {3, 4}, {5}}, plan_variants()[1]);
   const MessageFormat chunk = {48, 12, 7, 7};  // few rows to a message
@@ -68,8 +66,8 @@ PlanData busiest(const CallBounds& bounds, size_t crossed) {
 }
 
 TEST(CallRoomTest, HoldsTheBusiestCalls) {
-  for (const uint64_t others : {1, 3, 20}) {
-    for (const uint64_t forwarded : {0, 1, 5}) {
+  for (const uint64_t others : {1U, 3U, 20U}) {
+    for (const uint64_t forwarded : {0U, 1U, 5U}) {
       for (const int64_t tokens : {1, 100, 5000}) {
         for (const int64_t row_bytes : {16, 14336}) {
           SCOPED_TRACE(

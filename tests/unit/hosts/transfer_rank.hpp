@@ -38,8 +38,8 @@ class TransferRank {
         context_{.rank = rank_, .num_ranks = num_ranks_, .transport = transport},
         waiter_(*transport_, context_, timeout, first_signal(num_ranks_)),
         timeout_(timeout),
-        region_(transport_->allocate(num_ranks_ * kAreaBytes)),
-        messages_(num_ranks_ * kAreaBytes),
+        region_(transport_->allocate(static_cast<size_t>(num_ranks_) * kAreaBytes)),
+        messages_(region_.ref.bytes),
         done_(settled_.size()) {
     clear();
     for (const Bytes& block : group.all_gather(std::as_bytes(std::span(&region_.ref, 1)))) {

@@ -446,7 +446,7 @@ TEST(BalanceTest, IsNearTheBestOfAllPlacements) {
     c.num_experts = pick(random, {3, 6});
     c.options.replicas = 1;
     for (int n = 0; n < c.num_ranks * c.num_experts; ++n) {
-      c.counts.push_back(static_cast<int32_t>(random.below(pick(random, {5, 50}))));
+      c.counts.push_back(static_cast<int32_t>(random.below(pick<uint64_t>(random, {5, 50}))));
     }
     const int64_t busiest = c.plan().placement.busiest();
     const int64_t best = best_of_all(c);

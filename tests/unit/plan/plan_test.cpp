@@ -337,7 +337,7 @@ TEST(PlanTest, IsTheSameInAnyNumberOfParts) {
         );
       };
       const PlanData one = place(1);
-      for (const size_t num_parts : {2, 3, 50}) {
+      for (const size_t num_parts : {2U, 3U, 50U}) {
         ASSERT_TRUE(same_plan(place(num_parts), one)) << num_parts << " parts of " << describe(c);
       }
     }
