@@ -44,7 +44,7 @@ def ep_bootstrap(
     num_experts: int,
     max_tokens_per_rank: int,
     hidden_dim: int,
-    num_topk: int,
+    num_topk: int | None = None,
     recv_capacity_per_rank: int | None = None,
     max_num_sms: int = 0,
     zero_copy: bool = False,
@@ -53,6 +53,7 @@ def ep_bootstrap(
 ) -> None:
     """Collective, once for a process until `ep_finalize`. Buffers that are made afterwards are of
     this group; their own sizes count. max_num_sms: GPU multiprocessors of a call, 0: by a table.
+    Megatron-Core up to 0.19 gives no num_topk.
 
     Routes beyond a capacity are dropped, whatever drop_on_overflow says; zero_copy has no effect.
     Raises RuntimeError at a second call, ValueError for num_topk below 1, and for zero_copy or
@@ -65,7 +66,7 @@ def ep_bootstrap(
     def check_settings() -> None:
         if _ranks is not None:
             raise RuntimeError("ep_bootstrap: it was called before (ep_finalize comes first)")
-        if num_topk < 1:
+        if num_topk is not None and num_topk < 1:
             raise ValueError(f"ep_bootstrap: num_topk = {num_topk} (expected 1 or more)")
         for name, is_given in (("zero_copy", zero_copy), ("drop_on_overflow", drop_on_overflow)):
             if is_given and recv_capacity_per_rank is None:
@@ -81,6 +82,13 @@ def ep_bootstrap(
 def is_ep_bootstrapped() -> bool:
     """Whether `ep_bootstrap` was called, and `ep_finalize` not since."""
     return _ranks is not None
+
+
+def __getattr__(name: str) -> bool:
+    """_BOOTSTRAPPED, which Megatron-Core up to 0.19 reads in place of `is_ep_bootstrapped`."""
+    if name == "_BOOTSTRAPPED":
+        return is_ep_bootstrapped()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def get_ep_group() -> dist.ProcessGroup | None:

@@ -24,6 +24,28 @@ def buffer_of(capacity=None, **more):
     return te_ep.EpBuffer(TOPK, MOST, HIDDEN, LOCAL, capacity, **more)
 
 
+def as_megatron_0_19(rank, num_ranks, group):
+    """It reads a flag, and gives no number of choices."""
+    te_ep.ep_finalize()
+    assert te_ep._BOOTSTRAPPED is False
+    sizes = {"num_experts": LOCAL * num_ranks, "max_tokens_per_rank": MOST, "hidden_dim": HIDDEN}
+    te_ep.ep_bootstrap(group, **sizes, recv_capacity_per_rank=64, max_num_sms=0, zero_copy=False)
+    assert te_ep._BOOTSTRAPPED is True
+    x, idx, probs = cases.inputs(rank, 5, TOPK, LOCAL * num_ranks, torch.bfloat16)
+    buffer = buffer_of(64)
+    rows, weights, counts = te_ep.ep_dispatch(buffer, x, idx, probs)
+    out = te_ep.ep_combine(buffer, rows, num_local_tokens=len(x))
+    chosen = (idx >= 0).sum(1, keepdim=True)
+    assert torch.equal(out, (x.float() * chosen).to(x.dtype))
+    te_ep.ep_finalize()
+    with pytest.raises(AttributeError, match="has no attribute '_OTHER'"):
+        _ = te_ep._OTHER
+
+
+def test_megatron_0_19_sets_it_up(ranks):
+    ranks(as_megatron_0_19, 2)
+
+
 def results(x, probs, dispatch, combine):
     """Of a pair of calls: what comes out, and the gradients."""
     xs, ps = cases.leaves(x, probs)
