@@ -154,4 +154,6 @@ def _alias_of(name: str) -> ModuleType:
     module.__all__ = list(source.__all__)
     for public in source.__all__:
         setattr(module, public, getattr(source, public))
+    if hasattr(source, "__getattr__"):  # for what changes
+        module.__getattr__ = source.__getattr__
     return module

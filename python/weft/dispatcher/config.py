@@ -80,6 +80,8 @@ class DispatcherConfig:
     moe_dispatch_fwd_dtype: str = "bf16"
     moe_combine_bwd_dtype: str = "bf16"
     moe_ncclep_zero_copy: bool = False
+    # Of Megatron-Core 0.19, where it is False: its experts get no unused rows, and so no budget.
+    moe_ncclep_static_shape: bool = True
 
     variable_seq_lengths: bool = False
     sequence_packing_scheduler: str | None = None

@@ -45,6 +45,8 @@ class _NCCLEPManager(ByExpertManager):
         for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
             if getattr(c, name) != "bf16":
                 raise ValueError(f"{name}: Weft does not quantise rows (expected 'bf16')")
+        if not c.moe_ncclep_static_shape:
+            self.moe_expert_rank_capacity_factor = None
         self.num_sms = c.moe_flex_dispatcher_num_sms or 0
         self.token_indices: Tensor | None = None
         # int64 [1] where the tokens are: the most rows that a call with a budget would have needed.

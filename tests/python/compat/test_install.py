@@ -178,6 +178,7 @@ weft.compat.install(name, force={has_its_own})
 import transformer_engine.pytorch as te
 import transformer_engine.pytorch.ep as ep
 assert te.who == "the real one" and te.ep is ep
+assert ep._BOOTSTRAPPED is False
 assert ep.EpBuffer is te_ep.EpBuffer and ep.ep_dispatch is te_ep.ep_dispatch
 weft.compat.uninstall(name)
 assert not hasattr(te, "ep")

@@ -5,6 +5,7 @@ Its router, layer and dispatcher run unchanged, on CPU tensors; experts are prod
 and what is expected is computed densely, from everybody's tokens.
 """
 
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
+
+from packages import wheel
+from ranks import Ranks
 
 HIDDEN, WIDTH, EXPERTS, TOPK = 64, 32, 8, 2
 
@@ -32,7 +36,7 @@ def inputs(rank: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Experts(nn.Module):
     """Megatron's interface: rows by expert, their numbers, their probabilities -> (rows, bias)."""
 
-    def __init__(self, num_local, config, pg_collection=None):
+    def __init__(self, num_local, config, pg_collection=None, name=None):
         super().__init__()
         first = pg_collection.ep.rank() * num_local
         made = [expert_weights(first + i) for i in range(num_local)]
@@ -46,17 +50,24 @@ class Experts(nn.Module):
 
 
 def megatron(how: str):
-    """Its modules: over Weft's deep_ep ("names"), or with Weft's dispatcher in place of its own."""
+    """Its modules: over Weft's deep_ep ("names"), with weft.fused_a2a in place of its module
+    ("module"), or with Weft's dispatcher in place of its own."""
     import over_weft
     from megatron.core import process_groups_config
     from megatron.core.transformer import transformer_config
-    from megatron.core.transformer.moe import moe_layer, token_dispatcher
+    from megatron.core.transformer.moe import fused_a2a, moe_layer, token_dispatcher
 
     import weft.dispatcher
+    import weft.fused_a2a
 
     over_weft.forget_buffer_after_call()
     own = token_dispatcher.MoEFlexTokenDispatcher
-    is_own = how == "names"
+    is_own = how != "dispatcher"
+    functions = weft.fused_a2a if how == "module" else fused_a2a
+    for name in (
+        set(weft.fused_a2a.__all__) & vars(fused_a2a).keys() & vars(token_dispatcher).keys()
+    ):
+        setattr(token_dispatcher, name, vars(functions)[name])
     moe_layer.MoEFlexTokenDispatcher = own if is_own else weft.dispatcher.MoEFlexTokenDispatcher
     return process_groups_config, transformer_config, moe_layer
 
@@ -149,3 +160,42 @@ def test_both_ways_give_the_same_bits(ranks, backend, settings):
     ways = [ranks(run_layer, 2, backend, how, [8, 8], settings) for how in ("names", "dispatcher")]
     for (one, _), (other, _) in zip(*ways, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def newer_ranks():
+    """Processes that have no other Megatron-Core yet."""
+    pool = Ranks()
+    yield pool
+    pool.stop()
+
+
+def run_newer(rank, num_ranks, group, folder, *given):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    tensors, router = run_layer(rank, num_ranks, group, *given)
+    from megatron import core
+
+    assert core.__file__.startswith(folder)
+    # This core has changed how tensors travel.
+    return [t.tolist() for t in tensors], router.tolist()
+
+
+# Not its back end `hybridep`, which makes a tensor on a GPU.
+@pytest.mark.parametrize(
+    "backend, how",
+    [
+        ("deepep", "names"),
+        ("deepep", "dispatcher"),
+        ("ncclep", "module"),
+        ("ncclep", "dispatcher"),
+    ],
+)
+def test_newer_layer_gives_what_dense_experts_give(newer_ranks, backend, how):
+    num_tokens = [4, 9]
+    settings = {"moe_expert_rank_capacity_factor": 2.0} if backend == "ncclep" else {}
+    given = (str(wheel("megatron-core 0.19.2")), backend, how, num_tokens, settings)
+    for rank, (lists, router) in enumerate(newer_ranks(run_newer, 2, *given)):
+        wanted = expected(rank, 2, num_tokens, torch.tensor(router))
+        for found, dense in zip(lists, wanted, strict=True):
+            torch.testing.assert_close(torch.tensor(found), dense, rtol=1e-5, atol=1e-5)
