@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import weft
 from weft.dispatcher import MoEFlexTokenDispatcher, TokenDispatcherConfig
 
 HIDDEN, EXPERTS, TOPK = 64, 8, 3
@@ -261,7 +262,7 @@ def test_rows_by_expert_are_replayed(ranks):
 
 
 def with_a_budget(rank, num_ranks, group, budget):
-    """A fixed number of rows is replayed as it was, whether it sufficed or not."""
+    """A fixed number of rows is replayed as it was, whether it sufficed or not; fewer are refused."""
     fused_a2a, _ = automodel.modules("weft")
     fused_a2a.reset_hybrid_ep_buffer()
     x, probs, experts = leaves(rank, 6)
@@ -285,8 +286,15 @@ def with_a_budget(rank, num_ranks, group, budget):
         with layouts_counted(fused_a2a) as made:
             with fused_a2a.hybridep_dispatch_replay_scope(recorder, "replay"):
                 found, again = tokens()
-    assert overflow == again and not made
-    assert torch.equal(found, wanted)
+        assert overflow == again and not made
+        assert torch.equal(found, wanted)
+        if overflow:
+            return overflow
+        recorder.rewind()
+        budget = None  # then as many as are used
+        with fused_a2a.hybridep_dispatch_replay_scope(recorder, "replay"):
+            with pytest.raises(weft.InvalidArgument, match="num_permuted_tokens"):
+                tokens()
     return overflow
 
 
