@@ -262,7 +262,7 @@ def test_rows_by_expert_are_replayed(ranks):
 
 
 def with_a_budget(rank, num_ranks, group, budget):
-    """A fixed number of rows is replayed as it was, whether it sufficed or not; fewer are refused."""
+    """A fixed number of rows is replayed as it was, enough or not; fewer rows are refused."""
     fused_a2a, _ = automodel.modules("weft")
     fused_a2a.reset_hybrid_ep_buffer()
     x, probs, experts = leaves(rank, 6)
