@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from weft import _core, copies
 from weft.block_products import PlacedWeight
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
+from weft.group import Group
 from weft.outputs import Plan
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,9 +41,11 @@ class Balance:
     dtypes: of all of them, or one for each; any, FP8 and scales included. copy_engines: on GPUs
     these carry what moves. timeout: seconds, of every wait. on_peer_loss: "fail", or "shrink" as of
     an `Exchange`: replicas of a lost rank's experts are then zeros, and gradients are those of the
-    ranks that are left; not with wgrad "blocks". Raises InvalidArgument on every rank if
-    one rank's arguments are wrong or differ. Calls are collective, and raise InvalidArgument on
-    every rank if one rank's are wrong, TimeoutError, PeerError.
+    ranks that are left; not with wgrad "blocks". invitation: of `Balance.invitation`, in a new
+    process that takes a lost rank's place; it gives what the others gave, and waits for their
+    `readmit`. Raises InvalidArgument on every rank if one rank's arguments are wrong or differ.
+    Calls are collective, and raise InvalidArgument on every rank if one rank's are wrong,
+    TimeoutError, PeerError.
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class Balance:
         copy_engines: bool = False,
         timeout: float = 30.0,
         on_peer_loss: str = "fail",
+        invitation: str | None = None,
     ) -> None:
         self.group = exchange.group
         self._on_peer_loss = on_peer_loss
         kinds = self.group.agreed("Balance", lambda: _kinds(replicas, shapes, dtypes))
-        self._agree((replicas, kinds))
+        if invitation is None:
+            self._agree((replicas, kinds))
         self.replicas = replicas
         self.num_local_experts = exchange.num_local_experts
         self.device = exchange.device
@@ -73,7 +78,10 @@ class Balance:
         self._copy_engines = copy_engines or None  # None: where Weft chooses them
         self._carrier: Exchange | None = None
         if replicas > 0:
-            self._carrier = self._make_carrier(copy_engines, timeout)
+            group = self.group
+            if invitation is not None:
+                group = Group.rejoin(exchange.rank, invitation)
+            self._carrier = self._make_carrier(group, copy_engines, timeout)
 
     def _agree(self, given: tuple) -> None:
         told = self.group.all_gather(repr(given).encode())
@@ -85,14 +93,14 @@ class Balance:
                     rank=self.group.rank,
                 )
 
-    def _make_carrier(self, copy_engines: bool, timeout: float) -> Exchange:
+    def _make_carrier(self, group: Group, copy_engines: bool, timeout: float) -> Exchange:
         """With room for all replicas of the group from one rank, and for their gradients."""
-        num_ranks = self.group.num_ranks
+        num_ranks = group.num_ranks
         tag = copies.TAG_BYTES
         row, each = copies.rows_of(tag + sum(copies.bytes_of(one).size(1) for one in self._places))
         row_back, each_back = copies.rows_of(tag + _ITEM * self._elements)
         return Exchange(
-            self.group,
+            group,
             hidden=max(row, row_back),
             num_experts=num_ranks,
             max_tokens=self.replicas * max(num_ranks * each, each_back),
@@ -203,6 +211,20 @@ class Balance:
     def take_back(self, loan: Held, *made: Tensor) -> tuple[Tensor, ...]:
         """The second half of `apply`: what the experts made, whose backward is collective."""
         return _Leave.apply(self, loan, *made)
+
+    def invitation(self) -> str:
+        """By this a new process makes its `Balance` in the place of a rank that is lost, once the
+        exchange has it again. Raises Unsupported without on_peer_loss="shrink"."""
+        return "" if self._carrier is None else self._carrier.invitation()
+
+    def readmit(self, ranks: Iterable[int]) -> None:
+        """By all ranks that are left, between the same two calls: `Exchange.readmit` for the ranks'
+        places here. Then nothing is pushed yet."""
+        self._replicas = self._masters = self._ahead = None
+        if self._carrier is not None:
+            # They may be lost to nobody here: that is found out by a call.
+            self._carrier.plan(torch.empty((0, 1), dtype=torch.int32, device=self.device))
+            self._carrier.readmit(ranks)
 
     # --- what the calls are made of ---
 

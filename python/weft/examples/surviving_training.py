@@ -84,8 +84,9 @@ class Trainer:
         self.placement = PLACEMENT
         self.lost: int | None = None
         if is_new:
-            group = weft.Group.rejoin(rank, _wait_for(folder / "invitation").read_text())
-            self.exchange = self._make_exchange(group)
+            to_exchange, to_balance = _wait_for(folder / "invitations").read_text().split("\n")
+            self.exchange = self._make_exchange(weft.Group.rejoin(rank, to_exchange))
+            self.balance = self._make_balance(to_balance)
             self.lost = rank
             self._take_back()
             return
@@ -94,7 +95,7 @@ class Trainer:
                 mine[at] = one
         self._join("store")
         self.exchange = self._make_exchange(None)
-        self.balance = self._make_balance(self.exchange)
+        self.balance = self._make_balance(None)
         self._save(0)
 
     def run(self, step: int) -> None:
@@ -168,8 +169,10 @@ class Trainer:
     def _invite(self) -> None:
         """Those that are left take a new process in the lost rank's place."""
         if self.rank == self.exchange.alive()[0]:
-            _write(self.folder / "invitation", self.exchange.invitation().encode())
+            invitations = [self.exchange.invitation(), self.balance.invitation()]
+            _write(self.folder / "invitations", "\n".join(invitations).encode())
         self.exchange.readmit([self.lost])
+        self.balance.readmit([self.lost])
         self._take_back()
 
     def _take_back(self) -> None:
@@ -185,9 +188,6 @@ class Trainer:
                     if self.rank == self.lost:
                         master[expert % LOCAL] = weight
         self.lost, self.placement = None, PLACEMENT
-        # A balance takes nobody back, and a group with an invitation makes one exchange: a new one,
-        # by an exchange of the new group.
-        self.balance = self._make_balance(self._make_exchange(None))
 
     def _make_exchange(self, group: weft.Group | None) -> weft.Exchange:
         return weft.Exchange(
@@ -200,14 +200,15 @@ class Trainer:
             on_peer_loss="shrink",
         )
 
-    def _make_balance(self, exchange: weft.Exchange) -> weft.Balance:
+    def _make_balance(self, invitation: str | None) -> weft.Balance:
         return weft.Balance(
-            exchange,
+            self.exchange,
             replicas=REPLICAS,
             shapes=SHAPES,
             dtypes=torch.float32,
             timeout=WAIT,
             on_peer_loss="shrink",
+            invitation=invitation,
         )
 
     def _join(self, name: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import weft
+from oracle import gather
 
 RANKS, VICTIM, LOCAL, SHAPE = 3, 1, 2, (3, 5)
 PLACEMENT = torch.tensor([[2, 4], [0, 4], [2, 0]], dtype=torch.int32)
@@ -36,11 +37,27 @@ def check_step(balance, rank, seed, left, step):
     assert torch.equal(grads, wanted)
 
 
-def killed(rank, num_ranks, group, name):
+_kept = {}  # of this process, from one call of a test to the next
+
+
+def made(group, invitation=None):
+    """Of a new process if there are invitations."""
+    if invitation is not None:
+        group = weft.Group.rejoin(VICTIM, invitation[0])
     ex = weft.Exchange(group, hidden=16, num_experts=RANKS * LOCAL, on_peer_loss="shrink")
     balance = weft.Balance(
-        ex, replicas=2, shapes=[SHAPE], dtypes=torch.float32, on_peer_loss="shrink"
+        ex,
+        replicas=2,
+        shapes=[SHAPE],
+        dtypes=torch.float32,
+        on_peer_loss="shrink",
+        invitation=None if invitation is None else invitation[1],
     )
+    return ex, balance
+
+
+def killed(rank, num_ranks, group, name):
+    ex, balance = _kept["made"] = made(group)
 
     def step(now):
         if now == name and rank == VICTIM:
@@ -48,6 +65,10 @@ def killed(rank, num_ranks, group, name):
 
     everyone, rest = [0, 1, 2], [0, 2]
     check_step(balance, rank, 1, {"push": everyone, "reduce": everyone}, lambda _: None)
+    if name == "elsewhere":  # the balance does not hear of it
+        step(name)
+        ex.plan(torch.empty(0, 1, dtype=torch.int64))
+        return
     push = rest if name == "push" else everyone
     check_step(balance, rank, 3, {"push": push, "reduce": rest}, step)
     check_step(balance, rank, 5, {"push": rest, "reduce": rest}, lambda _: None)
@@ -56,6 +77,28 @@ def killed(rank, num_ranks, group, name):
 @pytest.mark.parametrize("name", ["push", "reduce"])
 def test_weights_and_gradients_when_a_rank_is_killed(ranks, name):
     ranks(killed, RANKS, name, dying=(VICTIM,))
+
+
+def coming_back(rank, num_ranks, group):
+    ex, balance = _kept.pop("made", (None, None))
+    told = (ex.invitation(), balance.invitation()) if rank == 0 else None
+    invitation = gather(group, told)[0]
+    if rank == VICTIM:
+        ex, balance = made(None, invitation)
+    else:
+        ex.plan(torch.empty(0, 1, dtype=torch.int64))  # it may be lost to the balance alone
+        ex.readmit([VICTIM])
+        balance.readmit([VICTIM])
+    everyone = [0, 1, 2]
+    for seed in (7, 9):
+        check_step(balance, rank, seed, {"push": everyone, "reduce": everyone}, lambda _: None)
+    assert ex.alive() == everyone
+
+
+@pytest.mark.parametrize("name", ["push", "elsewhere"])
+def test_a_new_process_takes_the_place_of_a_killed_rank(ranks, name):
+    ranks(killed, RANKS, name, dying=(VICTIM,))
+    ranks(coming_back, RANKS)
 
 
 def blocks(rank, num_ranks, group):
