@@ -118,7 +118,7 @@ def test_shows_weft_beside_other_libraries(tmp_path):
         "| A, FP8 | combine | by expert | - | - | - | 50 |",
         "| D | plan+dispatch | by expert | 9 | - | 8 | - |",
     ]
-    assert "Modes of the others: one: tuned and graph; two: fused and tuned." in text
+    assert "How each was run: one (tuned / graph); two (fused / tuned)." in text
 
 
 def test_finds_a_number_that_was_typed_by_hand(tmp_path):
