@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -78,6 +79,16 @@ struct CountedPlan {
   int64_t wire_rows = 0;     // to other ranks
   int64_t logical_rows = 0;  // all, to this rank's own experts included
 };
+
+// [num_experts] of all ranks. What a plan without replicas has at hand: one on a GPU need not be
+// downloaded.
+[[nodiscard]] inline std::vector<int64_t> routes_per_expert(const Plan& plan, int replicas) {
+  if (replicas > 0) {
+    return plan.routes_per_expert();
+  }
+  const std::span<const int64_t> routes = plan.global_routes_per_expert();
+  return {routes.begin(), routes.end()};
+}
 
 // Weights that travel with rows: those of the routes with a dispatch, back to them with a combine.
 struct TravellingWeights {

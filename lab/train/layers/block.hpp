@@ -313,7 +313,9 @@ class Block {
   void balance() {
     const ModelConfig& config = rank_->config();
     rank_->math().column_sums(probs_.data(), tokens_->num, config.num_experts, prob_sums_.data());
-    balance_grads_ = balance_gradients(plan().routes_per_expert(), rank_->context().global_tokens);
+    balance_grads_ = balance_gradients(
+        routes_per_expert(plan(), rank_->context().replicas), rank_->context().global_tokens
+    );
     host_grad_probs_.clear();
     for (const double grad : balance_grads_) {
       host_grad_probs_.push_back(static_cast<float>(grad) * config.balance_weight);

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <string>
+
 #include "training_runs.hpp"
 #include "weft/error.hpp"
 
@@ -40,6 +43,18 @@ TEST(ReplicasTest, MakeRanksEvenAndTwoRunsAgree) {
     EXPECT_LT(report.busiest, report.unbalanced);
     EXPECT_GE(report.busiest, report.mean_load);
   }
+}
+
+TEST(ReplicasTest, CheckpointsHaveNone) {
+  const std::string path = testing::TempDir() + "/replicas_test.ckpt";
+  TrainConfig config = small_config();
+  config.replicas = 2;
+  const auto save = [&](Trainer& trainer) { trainer.save(path); };
+  const TrainingRun balanced = train(4, config, 3, {}, save);
+  config.replicas = 0;
+  const auto resume = [&](Trainer& trainer) { trainer.resume(path); };
+  EXPECT_EQ(train(2, config, 0, resume).fingerprint, balanced.fingerprint);
+  std::filesystem::remove(path);
 }
 
 TEST(ReplicasTest, RefusesWhatItCannotDo) {
