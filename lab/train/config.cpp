@@ -65,6 +65,20 @@ void check_micro_batches(const TrainConfig& config) {
   );
 }
 
+void check_replicas(const TrainConfig& config) {
+  check_range("replicas", config.replicas, 0, 16);
+  require(
+      config.replicas == 0 || config.device.kind == Device::Kind::kCpu,
+      "replicas = {} on a GPU (0; experts are balanced on CPUs)",
+      config.replicas
+  );
+  require(
+      config.replicas == 0 || !config.overlap.is_on,
+      "replicas = {} with overlap (0; their weights travel between the steps of one lane)",
+      config.replicas
+  );
+}
+
 }  // namespace
 
 float learning_rate_at(const TrainConfig& config, int64_t step) {
@@ -86,6 +100,7 @@ uint64_t signature(const TrainConfig& config) {
   add("global_batch", config.global_batch);
   add("num_micro_batches", config.num_micro_batches);
   add("overlap", config.overlap.is_on);  // the order in which ranks call each other
+  add("replicas", config.replicas);
   add("seed", config.seed);
   add("dtype", config.dtype);
   add("device", config.device.kind);
@@ -113,6 +128,7 @@ void validate(const TrainConfig& config, int num_ranks) {
       config.model.balance_weight
   );
   check_micro_batches(config);
+  check_replicas(config);
   check_range("warmup_steps", config.warmup_steps, 0, INT64_MAX);
   require(
       config.dtype == DType::kFloat32 || config.dtype == DType::kBFloat16,

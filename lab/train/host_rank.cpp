@@ -26,9 +26,13 @@ ConstTensor as_tensor(
 }  // namespace
 
 CountedPlan HostRank::plan(int64_t num_tokens, const int32_t* topk_idx) {
-  Plan plan = context_->exchange.plan(
-      {.topk_idx = matrix(topk_idx, num_tokens, config().topk)}, {.layout = Layout::kExpertMajor}
-  );
+  PlanOptions options = {.layout = Layout::kExpertMajor};
+  if (context_->replicas > 0) {
+    options.order = SumOrder::kTopk;  // bits do not depend on where rows go
+    options.balance.replicas = context_->replicas;
+  }
+  Plan plan =
+      context_->exchange.plan({.topk_idx = matrix(topk_idx, num_tokens, config().topk)}, options);
   const int64_t wire_rows = plan.wire_bytes(1);
   const int64_t logical_rows = plan.logical_bytes(1);
   return {std::move(plan), num_tokens, wire_rows, logical_rows};

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -31,7 +32,7 @@ enum class Phase : uint8_t {
   kDispatch,
   kExperts,
   kCombine,
-  kReduce,     // gradients and new values of the parameters that every rank holds
+  kReduce,     // gradients and values of parameters that every rank holds, and of replicas
   kOptimizer,  // AdamW
 };
 
@@ -79,6 +80,16 @@ struct CountedPlan {
   int64_t logical_rows = 0;  // all, to this rank's own experts included
 };
 
+// [num_experts] of all ranks. What a plan without replicas has at hand: one on a GPU need not be
+// downloaded.
+[[nodiscard]] inline std::vector<int64_t> routes_per_expert(const Plan& plan, int replicas) {
+  if (replicas > 0) {
+    return plan.routes_per_expert();
+  }
+  const std::span<const int64_t> routes = plan.global_routes_per_expert();
+  return {routes.begin(), routes.end()};
+}
+
 // Weights that travel with rows: those of the routes with a dispatch, back to them with a combine.
 struct TravellingWeights {
   const float* from = nullptr;
@@ -102,9 +113,11 @@ struct Traffic {
 struct MoeContext {
   Exchange& exchange;
   const ModelConfig& config;
-  DType dtype = DType::kFloat32;  // of the rows that travel
-  int64_t global_tokens = 0;      // of all ranks in a step
-  bool has_two_lanes = false;     // exchanges run at the same time as computation
+  DType dtype = DType::kFloat32;         // of the rows that travel
+  int64_t global_tokens = 0;             // of all ranks in a step
+  bool has_two_lanes = false;            // exchanges run at the same time as computation
+  int replicas = 0;                      // places on each rank, of every plan
+  Exchange* replica_exchange = nullptr;  // carries their weights; null without
   PhaseTimer timer = {};
   PhaseTimer exchange_timer = {};  // of the second lane
   Traffic dispatch = {};           // written by the lane that calls the exchange
@@ -133,6 +146,8 @@ class HostRank {
   using Math = HostMath;
   // Rows that experts are through with can go at once.
   static constexpr bool kReleasesRows = true;
+  // Plans may have replicas.
+  static constexpr bool kBalances = true;
 
   HostRank(const Group&, MoeContext& context, int64_t most_tokens)
       : context_(&context), scratch_(most_tokens, context.config) {}

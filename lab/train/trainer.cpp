@@ -150,12 +150,20 @@ Trainer::Trainer(const Group& group, const TrainConfig& config, std::span<const 
           exchange_config(config, group),
           [&](const ExchangeConfig& wanted) { return Exchange(group_, wanted); }
       )),
+      replica_exchange_(make_replica_exchange(group_, config_)),
       replicated_(group_, layout_.num_replicated + kNumScalars, config_),
       expert_values_(layout_.num_expert),
       expert_grads_(layout_.num_expert),
       own_moments_(replicated_.own().value.size()),
       expert_moments_(layout_.num_expert),
-      context_{exchange_, config_.model, config.dtype, config.global_batch, config.overlap.is_on},
+      context_{
+          exchange_,
+          config_.model,
+          config.dtype,
+          config.global_batch,
+          config.overlap.is_on,
+          config.replicas,
+          replica_exchange_ ? &*replica_exchange_ : nullptr},
       batches_(micro_batches_.size()) {
   initialise(layout_.replicated(), config_.seed, replicated_.all().value);
   initialise(layout_.experts(), config_.seed, expert_values_);
@@ -274,7 +282,14 @@ StepReport Trainer::make_report() {
   for (int block = 0; block < config_.model.num_blocks; ++block) {
     std::vector<int64_t> routes(static_cast<size_t>(config_.model.num_experts));
     for (size_t i = 0; i < batches_.size(); ++i) {
-      const auto more = model_->plan(i, block).global_routes_per_expert();
+      const Plan& plan = model_->plan(i, block);
+      const std::vector<int64_t> more = routes_per_expert(plan, config_.replicas);
+      if (config_.replicas > 0) {
+        const Plan::Load load = plan.load();
+        report.busiest += static_cast<double>(load.busiest);
+        report.unbalanced += static_cast<double>(load.unbalanced);
+        report.mean_load += load.mean;
+      }
       std::ranges::transform(routes, more, routes.begin(), std::plus<>());
     }
     report.routes.insert(report.routes.end(), routes.begin(), routes.end());

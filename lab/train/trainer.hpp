@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -42,10 +43,15 @@ struct RankReport {
 };
 
 struct StepReport : RankReport {
-  int64_t step = 0;             // number of steps done, this one included
-  double loss = 0;              // nats per byte, mean over the global batch; same on every rank
-  double balance_loss = 0;      // mean over the blocks, 1 = perfectly even; same on every rank
-  int64_t global_tokens = 0;    // of all ranks
+  int64_t step = 0;           // number of steps done, this one included
+  double loss = 0;            // nats per byte, mean over the global batch; same on every rank
+  double balance_loss = 0;    // mean over the blocks, 1 = perfectly even; same on every rank
+  int64_t global_tokens = 0;  // of all ranks
+  // Routes of the busiest rank with and without replicas, and of the mean rank, summed over blocks
+  // and micro-batches; the same on every rank. Zero without balance.
+  double busiest = 0;
+  double unbalanced = 0;
+  double mean_load = 0;
   overlap::Trace trace;         // with overlap: forward and backward on the two lanes of this rank
   std::vector<int64_t> routes;  // [num_blocks, num_experts] of all ranks
 };
@@ -102,6 +108,7 @@ class Trainer {
   std::vector<MicroBatch> micro_batches_;  // of every step
   ModelLayout layout_;
   Exchange exchange_;
+  std::optional<Exchange> replica_exchange_;
   ReplicatedVector replicated_;  // the parameters, then the scalars of a step
   std::vector<float> expert_values_;
   std::vector<float> expert_grads_;

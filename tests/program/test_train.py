@@ -322,3 +322,14 @@ def test_launched_ranks_with_other_options_are_named(book, tmp_path):
         assert process.returncode == 1
         assert f"--routing-every (with --save-routing) = {value}" in error
     assert not (tmp_path / "run.wrt").exists()
+
+
+@pytest.mark.parametrize("how", ["--processes", "--threads"])
+def test_replicas_make_ranks_even_and_keep_the_loss(tmp_path, book, how):
+    args = ("--ranks", 4, "--steps", 10, how)
+    plain, _ = train(book, tmp_path / "plain.json", *args)
+    values, text = train(book, tmp_path / "run.json", *args, "--replicas", 2)
+    assert values == pytest.approx(plain, rel=1e-5)
+    balance = json.loads((tmp_path / "run.json").read_text())["balance"]
+    assert 1 <= balance["max_over_mean"] < balance["unbalanced_max_over_mean"]
+    assert "The busiest rank had" in text

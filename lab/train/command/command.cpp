@@ -347,6 +347,16 @@ void add_device_options(CLI::App& command, TrainOptions& options) {
       ->group("Model");
 }
 
+void add_replicas_option(CLI::App& app, TrainOptions& options) {
+  constexpr const char* kReplicas =
+      "On CPUs: places on each rank for replicas of popular experts, planned for each micro-batch; "
+      "same losses to rounding";
+  app.add_option("--replicas", options.config.replicas, kReplicas)
+      ->check(CLI::Range(0, 16))
+      ->default_str("0: none")
+      ->group("Model");
+}
+
 void add_overlap_options(CLI::App& app, TrainOptions& options) {
   auto& config = options.config;
   app.add_option("--micro-batches", config.num_micro_batches, "Parts of a step")
@@ -488,6 +498,7 @@ void add_train(CLI::App& app) {
   add_model_options(*command, *options);
   add_device_options(*command, *options);
   add_overlap_options(*command, *options);
+  add_replicas_option(*command, *options);
   add_file_options(*command, *options);
   command->callback([command, options] { run_train(*command, *options); });
 }

@@ -78,6 +78,11 @@ struct TrainRecord {
   LaneSeconds lanes = {};
   overlap::Trace trace = {};  // the last step of this rank; empty without overlap
   double wait_seconds = 0;    // what a rank waited, at least, in plan, dispatch and combine
+  // Sums over steps, micro-batches and blocks of the busiest rank's routes, with replicas and
+  // without, and of the mean rank's; zero without balance.
+  double busiest = 0;
+  double unbalanced = 0;
+  double mean_load = 0;
   MovedBytes dispatch = {};
   MovedBytes combine = {};
 

@@ -70,6 +70,9 @@ void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> r
   ++num_steps;
   last_step = report.step;
   num_tokens += report.global_tokens;
+  busiest += report.busiest;
+  unbalanced += report.unbalanced;
+  mean_load += report.mean_load;
   StepPoint point;
   point.step = static_cast<double>(report.step);
   point.loss = report.loss;

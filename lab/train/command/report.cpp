@@ -182,6 +182,7 @@ Json config_json(const TrainFacts& facts) {
       {"global_batch", config.global_batch},
       {"micro_batches", config.num_micro_batches},
       {"overlap", config.overlap.is_on},
+      {"replicas", config.replicas},
       {"delay_wgrad", config.overlap.delays_weight_gradients},
       {"copy_engines", facts.is_copied},
       {"seed", config.seed}};
@@ -286,6 +287,18 @@ std::string wait_text(const TrainRecord& record) {
   );
 }
 
+// Empty without balance.
+std::string balanced_text(const TrainRecord& record) {
+  if (record.mean_load <= 0) {
+    return "";
+  }
+  return fmt::format(
+      "The busiest rank had {:.3f} of the mean rank's routes with replicas, {:.3f} without",
+      record.busiest / record.mean_load,
+      record.unbalanced / record.mean_load
+  );
+}
+
 std::string load_picture(const TrainRecord& record) {
   std::string out = "Load per expert lately, one line per block (@ = 3 times the mean or more):\n";
   for (int block = 0; block < record.model.num_blocks; ++block) {
@@ -358,7 +371,7 @@ std::string train_text(const TrainFacts& facts, const TrainRecord& record) {
           : "",
       is_on_gpu ? "" : fmt::format(" (copying alone: {:.1f} GB/s)", facts.rates.scatter),
       exchange_table(facts, record).text(),
-      wait_text(record),
+      record.mean_load > 0 ? wait_text(record) + "\n" + balanced_text(record) : wait_text(record),
       load_picture(record)
   );
 }
@@ -391,6 +404,11 @@ Json train_json(const TrainFacts& facts, const TrainRecord& record) {
         {"compute_seconds", record.lanes.compute},
         {"exchange_seconds", record.lanes.exchange},
         {"exposed_seconds", record.lanes.exposed}};
+  }
+  if (record.mean_load > 0) {
+    json["balance"] = {
+        {"max_over_mean", record.busiest / record.mean_load},
+        {"unbalanced_max_over_mean", record.unbalanced / record.mean_load}};
   }
   json["steps"] = Json::array();
   for (const StepPoint& point : record.points) {
@@ -439,6 +457,9 @@ Page train_page(const TrainFacts& facts, const TrainRecord& record) {
     ));
   }
   page.add_heading("Load per expert");
+  if (record.mean_load > 0) {
+    page.add_text(balanced_text(record) + ".");
+  }
   page.add_figure(svg(imbalance_chart(record)));
   for (int block = 0; block < record.model.num_blocks; ++block) {
     page.add_figure(svg(load_map(record, block)));

@@ -45,6 +45,7 @@ class GpuRank {
  public:
   using Math = DeviceMath;
   static constexpr bool kReleasesRows = false;
+  static constexpr bool kBalances = false;
 
   // Without two lanes in the context both have the same stream. `most_tokens` of a micro-batch.
   GpuRank(const Group& group, MoeContext& context, int64_t most_tokens);

@@ -13,6 +13,7 @@
 
 #include "train/layers/experts.hpp"
 #include "train/rank.hpp"
+#include "train/replicas.hpp"
 
 namespace weft::moe {
 
@@ -175,6 +176,7 @@ class Block {
     plan_.reset();  // so that its memory serves the next
     plan_ = rank_->plan(tokens_->num, topk_idx_.data());
     row_weights_.resize(num_rows());
+    bring_replicas();
 
     rank_->start(Lane::kExchange, Phase::kDispatch);
     rows_ = {};
@@ -188,6 +190,9 @@ class Block {
     rank_->start(Lane::kCompute, Phase::kExperts);
     expert_rows_ = {
         rank_->values(rows_, row_scratch_), row_weights_.data(), plan().padded_rows_per_expert()};
+    if constexpr (Rank::kBalances) {
+      expert_rows_.replicas = replicas_.places();
+    }
     tokens_->expert_out.resize(num_rows() * static_cast<size_t>(rank_->config().hidden));
     experts_.forward(expert_rows_, tokens_->expert_out.data());
   }
@@ -232,6 +237,10 @@ class Block {
   }
 
   void moe_dispatch_backward() {
+    if constexpr (Rank::kBalances) {
+      rank_->start(Lane::kExchange, Phase::kReduce);
+      replicas_.return_gradients();
+    }
     rank_->start(Lane::kExchange, Phase::kCombine);
     rank_->combine(
         *plan_,
@@ -291,12 +300,22 @@ class Block {
   }
   [[nodiscard]] size_t num_rows() const { return static_cast<size_t>(plan().num_rows()); }
 
+  void bring_replicas() {
+    if constexpr (Rank::kBalances) {
+      if (const MoeContext& context = rank_->context(); context.replicas > 0) {
+        rank_->start(Lane::kExchange, Phase::kReduce);
+        replicas_.bring(context.replica_exchange, context.config, plan(), experts_.weights());
+      }
+    }
+  }
+
   // The loss is linear in the probabilities: their sums over the tokens are enough.
   void balance() {
     const ModelConfig& config = rank_->config();
     rank_->math().column_sums(probs_.data(), tokens_->num, config.num_experts, prob_sums_.data());
-    balance_grads_ =
-        balance_gradients(plan().global_routes_per_expert(), rank_->context().global_tokens);
+    balance_grads_ = balance_gradients(
+        routes_per_expert(plan(), rank_->context().replicas), rank_->context().global_tokens
+    );
     host_grad_probs_.clear();
     for (const double grad : balance_grads_) {
       host_grad_probs_.push_back(static_cast<float>(grad) * config.balance_weight);
@@ -309,6 +328,7 @@ class Block {
   Norm<Rank> norm_;
   Linear<Rank> router_;  // [num_experts, hidden]
   Experts<typename Rank::Math> experts_;
+  Replicas replicas_;  // on the host alone
 
   // What forward keeps for backward.
   Array<float> probs_;       // [num_tokens, num_experts]

@@ -29,22 +29,25 @@ class Experts {
     const Value* x = nullptr;                  // [num_rows, hidden]
     const float* weight = nullptr;             // [num_rows] of each row's route
     std::span<const int64_t> rows_per_expert;  // in host memory; padding included
+    std::span<const Weights> replicas = {};    // of the last experts: one each, alone in its memory
   };
 
   Experts(Math& math, const Weights& weights, int hidden, int inner)
       : math_(&math), weights_(weights), hidden_(hidden), inner_(inner) {}
 
+  [[nodiscard]] const Weights& weights() const { return weights_; }
+
   // y [num_rows, hidden].
   void forward(const Rows& rows, Value* y) {
     const int64_t num_rows = resize(rows, gate_up_, active_);
     for_each_expert(rows, [&](const Place& at) {
-      const Value* in = weights_.in + at.weight_in;
+      const Value* in = at.weights.in;
       math_->forward(at.into, rows.x + at.x, in, gate_up_.data() + at.gate_up);
     });
     const SwigluRows<Value> gated = {num_rows, inner_, gate_up_.data(), rows.weight};
     math_->swiglu(gated, active_.data());
     for_each_expert(rows, [&](const Place& at) {
-      const Value* out = weights_.out + at.weight_out;
+      const Value* out = at.weights.out;
       math_->forward(at.out_of, active_.data() + at.active, out, y + at.x);
     });
   }
@@ -53,13 +56,13 @@ class Experts {
   void backward(const Rows& rows, const Value* grad_y, Value* grad_x, float* grad_weight) {
     const int64_t num_rows = resize(rows, grad_gate_up_, grad_active_);
     for_each_expert(rows, [&](const Place& at) {
-      const Value* out = weights_.out + at.weight_out;
+      const Value* out = at.weights.out;
       math_->backward_input(at.out_of, grad_y + at.x, out, grad_active_.data() + at.active);
     });
     const SwigluRows<Value> gated = {num_rows, inner_, gate_up_.data(), rows.weight};
     math_->swiglu_backward(gated, grad_active_.data(), grad_gate_up_.data(), grad_weight);
     for_each_expert(rows, [&](const Place& at) {
-      const Value* in = weights_.in + at.weight_in;
+      const Value* in = at.weights.in;
       math_->backward_input(at.into, grad_gate_up_.data() + at.gate_up, in, grad_x + at.x);
     });
   }
@@ -69,10 +72,10 @@ class Experts {
   void add_weight_gradients(const Rows& rows, const Value* grad_y) {
     for_each_expert(rows, [&](const Place& at) {
       math_->add_backward_weight(
-          at.out_of, grad_y + at.x, active_.data() + at.active, weights_.grad_out + at.weight_out
+          at.out_of, grad_y + at.x, active_.data() + at.active, at.weights.grad_out
       );
       math_->add_backward_weight(
-          at.into, grad_gate_up_.data() + at.gate_up, rows.x + at.x, weights_.grad_in + at.weight_in
+          at.into, grad_gate_up_.data() + at.gate_up, rows.x + at.x, at.weights.grad_in
       );
     });
   }
@@ -87,21 +90,29 @@ class Experts {
     int64_t x = 0;
     int64_t gate_up = 0;
     int64_t active = 0;
-    int64_t weight_in = 0;
-    int64_t weight_out = 0;
+    Weights weights = {};
   };
   template <class Visit>
   void for_each_expert(const Rows& rows, const Visit& visit) const {
     Place at = {.into = {0, hidden_, 2 * inner_}, .out_of = {0, inner_, hidden_}};
-    for (const int64_t count : rows.rows_per_expert) {
+    const size_t num_own = rows.rows_per_expert.size() - rows.replicas.size();
+    for (size_t idx = 0; idx < rows.rows_per_expert.size(); ++idx) {
+      const int64_t count = rows.rows_per_expert[idx];
+      if (count == 0) {
+        continue;  // a place without a replica has no weights
+      }
       at.into.rows = at.out_of.rows = count;
+      at.weights = idx < num_own ? own_weights(idx) : rows.replicas[idx - num_own];
       visit(at);
       at.x += count * hidden_;
       at.gate_up += count * 2 * inner_;
       at.active += count * inner_;
-      at.weight_in += 2 * inner_ * hidden_;
-      at.weight_out += hidden_ * inner_;
     }
+  }
+  [[nodiscard]] Weights own_weights(size_t idx) const {
+    const int64_t out = static_cast<int64_t>(idx) * hidden_ * inner_;
+    const int64_t in = 2 * out;
+    return {weights_.in + in, weights_.out + out, weights_.grad_in + in, weights_.grad_out + out};
   }
   // Makes room for all rows and returns how many there are.
   [[nodiscard]] int64_t resize(const Rows& rows, Array& gate_up, Array& active) const {

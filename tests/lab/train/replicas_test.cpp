@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train/replicas.hpp"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <string>
+
+#include "training_runs.hpp"
+#include "weft/error.hpp"
+
+namespace weft::moe {
+namespace {
+
+// The gradients of an expert with replicas are sums of parts, rounded differently in the last bits
+// of fp32; without the replicas' part, or with other weights there, the runs part at once.
+TEST(ReplicasTest, LossIsThatOfTheRunWithoutThem) {
+  for (const int num_micro_batches : {1, 3}) {
+    for (const int num_ranks : {1, 2, 4}) {
+      SCOPED_TRACE(testing::Message() << num_ranks << " ranks, " << num_micro_batches << " parts");
+      TrainConfig config = small_config();
+      config.num_micro_batches = num_micro_batches;
+      const TrainingRun plain = train(num_ranks, config, 20);
+      config.replicas = 2;
+      const TrainingRun balanced = train(num_ranks, config, 20);
+      EXPECT_EQ(balanced.reports[0].loss, plain.reports[0].loss);
+      for (size_t i = 0; i < plain.reports.size(); ++i) {
+        const double expected = plain.reports[i].loss;
+        EXPECT_NEAR(balanced.reports[i].loss, expected, 1e-5 * expected) << "step " << i;
+        EXPECT_NEAR(balanced.reports[i].balance_loss, plain.reports[i].balance_loss, 1e-3);
+      }
+    }
+  }
+}
+
+TEST(ReplicasTest, MakeRanksEvenAndTwoRunsAgree) {
+  TrainConfig config = small_config();
+  config.replicas = 2;
+  const TrainingRun run = train(4, config, 10);
+  EXPECT_EQ(train(4, config, 10).fingerprint, run.fingerprint);
+  for (const StepReport& report : run.reports) {
+    EXPECT_DOUBLE_EQ(report.mean_load, 2 * 67 * 2 / 4.0);  // blocks, tokens, top-k; ranks
+    EXPECT_LT(report.busiest, report.unbalanced);
+    EXPECT_GE(report.busiest, report.mean_load);
+  }
+}
+
+TEST(ReplicasTest, CheckpointsHaveNone) {
+  const std::string path = testing::TempDir() + "/replicas_test.ckpt";
+  TrainConfig config = small_config();
+  config.replicas = 2;
+  const auto save = [&](Trainer& trainer) { trainer.save(path); };
+  const TrainingRun balanced = train(4, config, 3, {}, save);
+  config.replicas = 0;
+  const auto resume = [&](Trainer& trainer) { trainer.resume(path); };
+  EXPECT_EQ(train(2, config, 0, resume).fingerprint, balanced.fingerprint);
+  std::filesystem::remove(path);
+}
+
+TEST(ReplicasTest, RefusesWhatItCannotDo) {
+  TrainConfig config = small_config();
+  config.replicas = 17;
+  EXPECT_THROW(train(1, config, 0), Error);
+  config.replicas = 1;
+  config.num_micro_batches = 2;
+  config.overlap.is_on = true;
+  EXPECT_THROW(train(1, config, 0), Error);
+}
+
+}  // namespace
+}  // namespace weft::moe
