@@ -48,13 +48,15 @@ enum class SumOrder : uint8_t {
 
 [[nodiscard]] std::string_view order_name(SumOrder order);
 
+inline constexpr int kMostReplicas = 16;  // places for them on a rank
+
 // Replicas of popular experts on other ranks, so that all ranks have about as many rows
 // (docs/balance.md). A rank has its own experts, the masters, then places for replicas: these
 // *physical experts* are the experts of every layout. Whoever computes puts the weights there.
 // Ranks that are lost take no rows (PeerLoss): all of an expert go to its places elsewhere, and no
 // replica is planned that its master cannot give the weights.
 struct Balancing {
-  int replicas = 0;      // places on each rank, at most 16; 0: no balancing
+  int replicas = 0;      // places on each rank, at most kMostReplicas; 0: no balancing
   int64_t min_rows = 1;  // a planned replica has at least so many
   // [num_ranks, replicas] the expert of each, -1: none; on each rank others' experts, each once.
   // Empty: each call plans what suits its own counts.

@@ -10,6 +10,7 @@
 
 #include "core/check.hpp"
 #include "train/layers/random.hpp"
+#include "weft/plan.hpp"
 #include "weft/routing.hpp"
 
 namespace weft::moe {
@@ -66,7 +67,7 @@ void check_micro_batches(const TrainConfig& config) {
 }
 
 void check_replicas(const TrainConfig& config) {
-  check_range("replicas", config.replicas, 0, 16);
+  check_range("replicas", config.replicas, 0, kMostReplicas);
   require(
       config.replicas == 0 || config.device.kind == Device::Kind::kCpu,
       "replicas = {} on a GPU (0; experts are balanced on CPUs)",

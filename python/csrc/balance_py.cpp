@@ -7,6 +7,7 @@
 
 #include "plan/balance/balance.hpp"
 #include "torch_tensor.hpp"
+#include "weft/plan.hpp"
 
 namespace weft::py {
 namespace {

@@ -30,6 +30,7 @@ from weft.outputs import Plan
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SUMMED = "expected float32, bfloat16 or float16"
 _ITEM = 4  # bytes of the widest of them
+_BETWEEN = "|"  # the parts of an invitation
 
 
 class Balance:
@@ -42,10 +43,10 @@ class Balance:
     these carry what moves. timeout: seconds, of every wait. on_peer_loss: "fail", or "shrink" as of
     an `Exchange`: replicas of a lost rank's experts are then zeros, and gradients are those of the
     ranks that are left; not with wgrad "blocks". invitation: of `Balance.invitation`, in a new
-    process that takes a lost rank's place; it gives what the others gave, and waits for their
-    `readmit`. Raises InvalidArgument on every rank if one rank's arguments are wrong or differ.
-    Calls are collective, and raise InvalidArgument on every rank if one rank's are wrong,
-    TimeoutError, PeerError.
+    process that takes a lost rank's place; it gives what the others gave, or raises InvalidArgument
+    alone, and waits for their `readmit`. Raises InvalidArgument on every rank if one rank's
+    arguments are wrong or differ. Calls are collective, and raise InvalidArgument on every rank if
+    one rank's are wrong, TimeoutError, PeerError.
     """
 
     def __init__(
@@ -63,8 +64,11 @@ class Balance:
         self.group = exchange.group
         self._on_peer_loss = on_peer_loss
         kinds = self.group.agreed("Balance", lambda: _kinds(replicas, shapes, dtypes))
+        self._sizes = repr((replicas, kinds))
         if invitation is None:
-            self._agree((replicas, kinds))
+            self._agree()
+        else:
+            invitation = self._accepted(invitation)
         self.replicas = replicas
         self.num_local_experts = exchange.num_local_experts
         self.device = exchange.device
@@ -75,23 +79,33 @@ class Balance:
         self._replicas: Held | None = None  # whose replicas are there
         self._masters: Held | None = None  # whose masters are there
         self._ahead: Held | None = None  # whose replicas `push_weights` put there
+        self._num_readmitted = 0  # times
         self._copy_engines = copy_engines or None  # None: where Weft chooses them
         self._carrier: Exchange | None = None
         if replicas > 0:
             group = self.group
-            if invitation is not None:
+            if invitation:
                 group = Group.rejoin(exchange.rank, invitation)
             self._carrier = self._make_carrier(group, copy_engines, timeout)
 
-    def _agree(self, given: tuple) -> None:
-        told = self.group.all_gather(repr(given).encode())
+    def _agree(self) -> None:
+        told = self.group.all_gather(self._sizes.encode())
         for rank, theirs in enumerate(told):
-            if theirs != told[self.group.rank]:
-                raise InvalidArgument(
-                    f"Balance: (replicas, [shape, dtype]) = {given} here and {theirs.decode()} on "
-                    f"rank {rank} (must be equal on all ranks)",
-                    rank=self.group.rank,
-                )
+            self._check_sizes(theirs.decode(), f"on rank {rank}")
+
+    def _accepted(self, invitation: str) -> str:
+        """What of it is the carrier's."""
+        sizes, _, rest = invitation.partition(_BETWEEN)
+        self._check_sizes(sizes, "in the invitation")
+        return rest
+
+    def _check_sizes(self, theirs: str, where: str) -> None:
+        if theirs != self._sizes:
+            raise InvalidArgument(
+                f"Balance: (replicas, [shape, dtype]) = {self._sizes} here and {theirs} {where} "
+                "(must be equal on all ranks)",
+                rank=self.group.rank,
+            )
 
     def _make_carrier(self, group: Group, copy_engines: bool, timeout: float) -> Exchange:
         """With room for all replicas of the group from one rank, and for their gradients."""
@@ -215,12 +229,15 @@ class Balance:
     def invitation(self) -> str:
         """By this a new process makes its `Balance` in the place of a rank that is lost, once the
         exchange has it again. Raises Unsupported without on_peer_loss="shrink"."""
-        return "" if self._carrier is None else self._carrier.invitation()
+        carriers = "" if self._carrier is None else self._carrier.invitation()
+        return self._sizes + _BETWEEN + carriers
 
     def readmit(self, ranks: Iterable[int]) -> None:
         """By all ranks that are left, between the same two calls: `Exchange.readmit` for the ranks'
-        places here. Then nothing is pushed yet."""
+        places here. Then nothing is pushed yet, and the backward of an `apply` from before raises
+        InvalidArgument."""
         self._replicas = self._masters = self._ahead = None
+        self._num_readmitted += 1
         if self._carrier is not None:
             # They may be lost to nobody here: that is found out by a call.
             self._carrier.plan(torch.empty((0, 1), dtype=torch.int32, device=self.device))
@@ -266,7 +283,7 @@ class Balance:
         for at, (one, place) in enumerate(zip(weights, self._places)):
             wanted = [self.num_local_experts, *place.shape[1:]]
             _check(f"weights[{at}]", one, self.device, place.dtype, wanted)
-        return Held(placement, weights)
+        return Held(placement, weights, self._num_readmitted)
 
     def _check_gradients(self, grads: Sequence[Tensor]) -> None:
         elements = 0
@@ -302,6 +319,8 @@ class Balance:
 
     def _fill(self, held: Held) -> None:
         """Collective. Its masters and replicas, unless they are there."""
+        if held.num_readmitted != self._num_readmitted:  # on all ranks; new ones have no such call
+            raise InvalidArgument("apply: ranks were readmitted between forward and backward")
         if self._replicas is not held:
             with self._refusing("apply"):
                 held.check()
@@ -350,8 +369,10 @@ class Balance:
 class Held:
     """The weights of one call, and where replicas of them are: what `Balance.lend` has lent."""
 
-    def __init__(self, placement: Tensor, weights: Sequence[Tensor]) -> None:
+    def __init__(self, placement: Tensor, weights: Sequence[Tensor], num_readmitted: int) -> None:
+        """num_readmitted: how often the balance has taken ranks back by then."""
         self.placement = placement.clone()
+        self.num_readmitted = num_readmitted
         self.weights = tuple(one.detach() for one in weights)
         self._versions = self._now()
 

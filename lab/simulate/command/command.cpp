@@ -12,10 +12,10 @@
 #include "cli/choices.hpp"
 #include "cli/program.hpp"
 #include "cli/progress.hpp"
-#include "plan/balance/balance.hpp"
 #include "plan/file/routing_file.hpp"
 #include "report/json_text.hpp"
 #include "routing/source.hpp"
+#include "weft/plan.hpp"
 
 namespace weft::program {
 namespace {

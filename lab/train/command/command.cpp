@@ -32,6 +32,7 @@
 #include "train/trainer.hpp"
 #include "weft/error.hpp"
 #include "weft/group.hpp"
+#include "weft/plan.hpp"
 
 namespace weft::program {
 namespace {
@@ -352,7 +353,7 @@ void add_replicas_option(CLI::App& app, TrainOptions& options) {
       "On CPUs: places on each rank for replicas of popular experts, planned for each micro-batch; "
       "same losses to rounding";
   app.add_option("--replicas", options.config.replicas, kReplicas)
-      ->check(CLI::Range(0, 16))
+      ->check(Within(0, kMostReplicas))
       ->default_str("0: none")
       ->group("Model");
 }

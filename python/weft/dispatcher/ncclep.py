@@ -19,7 +19,8 @@ class _NCCLEPManager(ByExpertManager):
     """Any number of tokens on any rank, zero included, without a row budget; see `ByExpertManager`
     for those with one. A choice that the routing map does not have is sent nowhere, where the
     reference sends it at probability 0. moe_ncclep_zero_copy changes nothing: rows are written to
-    their place in any case.
+    their place in any case. Without moe_ncclep_static_shape, as in Megatron-Core 0.19, there is no
+    row budget: experts get exactly the rows that carry a token, and padding.
     """
 
     drop_and_pad = False

@@ -21,7 +21,6 @@
 
 namespace weft {
 
-inline constexpr int kMostReplicas = 16;  // of a rank
 inline constexpr int64_t kMostBlockRows = 1024;
 inline constexpr int64_t kMostReplicaRows = INT32_MAX;
 

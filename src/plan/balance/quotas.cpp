@@ -11,6 +11,7 @@
 
 #include "core/check.hpp"
 #include "plan/balance/balance.hpp"
+#include "weft/plan.hpp"
 
 namespace weft {
 namespace {

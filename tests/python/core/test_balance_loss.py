@@ -40,24 +40,29 @@ def check_step(balance, rank, seed, left, step):
 _kept = {}  # of this process, from one call of a test to the next
 
 
-def made(group, invitation=None):
-    """Of a new process if there are invitations."""
-    if invitation is not None:
-        group = weft.Group.rejoin(VICTIM, invitation[0])
-    ex = weft.Exchange(group, hidden=16, num_experts=RANKS * LOCAL, on_peer_loss="shrink")
-    balance = weft.Balance(
-        ex,
-        replicas=2,
-        shapes=[SHAPE],
-        dtypes=torch.float32,
-        on_peer_loss="shrink",
-        invitation=None if invitation is None else invitation[1],
-    )
-    return ex, balance
+def exchange_of(group):
+    return weft.Exchange(group, hidden=16, num_experts=RANKS * LOCAL, on_peer_loss="shrink")
+
+
+def balance_of(ex, invitation=None, shape=SHAPE):
+    given = {"dtypes": torch.float32, "on_peer_loss": "shrink", "invitation": invitation}
+    return weft.Balance(ex, replicas=2, shapes=[shape], **given)
+
+
+def rejoined(to_exchange, to_balance):
+    """In a new process."""
+    ex = exchange_of(weft.Group.rejoin(VICTIM, to_exchange))
+    with pytest.raises(weft.InvalidArgument, match=r"\(5, 3\).* here and .*\(3, 5\).* in the inv"):
+        balance_of(ex, to_balance, SHAPE[::-1])
+    return ex, balance_of(ex, to_balance)
 
 
 def killed(rank, num_ranks, group, name):
-    ex, balance = _kept["made"] = made(group)
+    ex = exchange_of(group)
+    balance = balance_of(ex)
+    _kept["made"] = ex, balance
+    rows, weights = torch.ones(4, 3), tensors(rank, 0, LOCAL).requires_grad_()
+    _kept["before"] = balance.apply(PLACEMENT, lambda x, w: x @ w[0], rows, weights)
 
     def step(now):
         if now == name and rank == VICTIM:
@@ -84,11 +89,13 @@ def coming_back(rank, num_ranks, group):
     told = (ex.invitation(), balance.invitation()) if rank == 0 else None
     invitation = gather(group, told)[0]
     if rank == VICTIM:
-        ex, balance = made(None, invitation)
+        ex, balance = rejoined(*invitation)
     else:
         ex.plan(torch.empty(0, 1, dtype=torch.int64))  # it may be lost to the balance alone
         ex.readmit([VICTIM])
         balance.readmit([VICTIM])
+        with pytest.raises(weft.InvalidArgument, match="between forward and backward"):
+            _kept.pop("before").sum().backward()
     everyone = [0, 1, 2]
     for seed in (7, 9):
         check_step(balance, rank, seed, {"push": everyone, "reduce": everyone}, lambda _: None)

@@ -93,6 +93,8 @@ class Fleet:
             new <= self.capacity,
             f"update_topology: world_size = {new} (expected at most the capacity, {self.capacity})",
         )
+        if algo_knobs:
+            self._set_knobs(by_name(algo_knobs))  # what it refuses changes nothing
         if getattr(bootstrap, "tcp_store", None) is not None:
             self._store = bootstrap.tcp_store
             self.buffer.set_tcp_store_group(self._store)
@@ -102,8 +104,6 @@ class Fleet:
             self.buffer.connect_ranks(list(range(old, new)))
         self._bootstrap = bootstrap
         self._known = self._active()
-        if algo_knobs:
-            self._set_knobs(by_name(algo_knobs))
 
     def destroy(self) -> None:
         """Gives the memory back; once more does nothing."""

@@ -226,8 +226,11 @@ def topology(rank, num_ranks, group, kind, folder):
     with stub.installed(PLACE):
         sizes = {"num_experts": LOCAL * 3}
         capacity = stub.FleetAlgoKnobTopologyCapacity(3)
+        quants = stub.FleetAlgoKnobQuantization(frozenset([stub.QuantType.FP8E4M3]))
         if rank < 2:
             fleet = made(rank, 2, store, kind, capacity, **sizes)
+            with pytest.raises(NotImplementedError, match="Quantization"):
+                fleet.update_topology(stub.BootstrapConfig(3, rank, None, store), [quants])
             step(case, fleet)
             fleet.update_topology(stub.BootstrapConfig(3, rank, None, store))
         else:
