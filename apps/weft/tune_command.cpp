@@ -42,7 +42,7 @@ void print_splits(const std::string& name, const std::vector<TunedSplit>& splits
     for (const TunedSplit& split : splits) {
       if (split.op == op) {
         table.add_row(
-            {std::string(op_name(op)),
+            {fmt::format("{}{}", op_name(op), split.one_row ? ", rank_major" : ""),
              fmt::format("{}", split.blocks.first + split.blocks.second),
              fmt::format("{}", split.blocks.first),
              fmt::format("{}", split.blocks.second),
@@ -58,13 +58,15 @@ void print_splits(const std::string& name, const std::vector<TunedSplit>& splits
 std::string file_text(const std::vector<TunedSplit>& splits) {
   std::string text = "{\n\"splits\": [";
   for (const TunedSplit& split : splits) {
-    const nlohmann::ordered_json json = {
-        {"op", op_name(split.op)},
-        {"ranks", split.num_ranks},
-        {"row_bytes", split.row_bytes},
-        {"senders", split.blocks.first},
-        {"others", split.blocks.second},
-        {"us", rounded(split.us, 1)}};
+    nlohmann::ordered_json json = {{"op", op_name(split.op)}};
+    if (split.one_row) {
+      json["layout"] = "rank_major";
+    }
+    json["ranks"] = split.num_ranks;
+    json["row_bytes"] = split.row_bytes;
+    json["senders"] = split.blocks.first;
+    json["others"] = split.blocks.second;
+    json["us"] = rounded(split.us, 1);
     text += fmt::format("{}\n{}", &split == splits.data() ? "" : ",", json_text(json, kOneLine));
   }
   return text + "\n]\n}\n";

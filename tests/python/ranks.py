@@ -94,8 +94,16 @@ class Ranks:
         self._joined = (0, "")  # size and store of the group that is up
         self._num_groups = 0
 
-    def __call__(self, body, num_ranks: int, *args, dying: tuple[int, ...] = ()) -> list:
-        """dying: ranks whose processes the body kills; their results are None."""
+    def __call__(
+        self,
+        body,
+        num_ranks: int,
+        *args,
+        dying: tuple[int, ...] = (),
+        seconds: float = DEADLINE,
+    ) -> list:
+        """dying: ranks whose processes the body kills; their results are None. seconds: that the
+        call may take."""
         self._start(num_ranks)
         if self._joined[0] != num_ranks:
             self._num_groups += 1
@@ -104,7 +112,7 @@ class Ranks:
         workers = self._workers[:num_ranks]
         for _, pipe in workers:
             pipe.send_bytes(pickle.dumps(call))
-        answers = self._collect(workers, time.monotonic() + DEADLINE)
+        answers = self._collect(workers, seconds)
         for rank in dying:
             assert answers[rank] == ("error", f"the process ended with {-signal.SIGKILL}")
             answers[rank] = ("result", None)
@@ -133,8 +141,9 @@ class Ranks:
         theirs.close()
         return process, ours
 
-    def _collect(self, workers, deadline: float) -> list:
+    def _collect(self, workers, seconds: float) -> list:
         answers = []
+        deadline = time.monotonic() + seconds
         for rank, (process, pipe) in enumerate(workers):
             if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
                 for late, _ in workers[rank:]:
@@ -147,7 +156,7 @@ class Ranks:
                     if other > rank and end.poll(0)
                 ]
                 self.stop()
-                late = f"rank {rank} did not answer within {DEADLINE:.0f} s"
+                late = f"rank {rank} did not answer within {seconds:.0f} s"
                 pytest.fail("\n".join([late, *said]), pytrace=False)
             try:
                 answers.append(pickle.loads(pipe.recv_bytes()))

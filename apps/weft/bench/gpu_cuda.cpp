@@ -113,30 +113,41 @@ class GpuBench final : public Bench {
     );
   }
 
+  // A dispatch of rank_major rows has one role, and no split.
   std::vector<TunedSplit> tune() {
     const int all = gpu_sms();
+    const bool one_row = options_.layout == Layout::kRankMajor;
     Progress progress("tune", group_.rank() == 0);
     std::vector<TunedSplit> splits;
-    constexpr std::array<int, 9> kSms = {12, 16, 24, 32, 40, 48, 64, 96, 0};
-    constexpr std::array<double, 6> kShares = {0.3, 0.4, 0.5, 0.6, 0.7, 0.8};
+    constexpr std::array<int, 10> kSms = {12, 16, 20, 24, 32, 40, 48, 64, 96, 0};
+    constexpr int kFewest = 5;  // senders, in twentieths of a call's multiprocessors
+    constexpr int kMost = 16;
     double done = 0;
     for (const int sms : kSms) {
-      for (const double share : kShares) {
-        num_sms_ = sms > 0 ? sms : all;
-        const int senders = std::max(1, static_cast<int>(num_sms_ * share + 0.5));
+      num_sms_ = sms > 0 ? sms : all;
+      progress.update(
+          done++ / static_cast<double>(kSms.size()), fmt::format("{} multiprocessors", num_sms_)
+      );
+      int before = 0;
+      for (int share = kFewest; share <= kMost; ++share) {
+        const int senders = (num_sms_ * share + 10) / 20;
+        if (senders == before) {
+          continue;
+        }
+        before = senders;
         Executor::of(exchange_).set_num_senders(senders);
-        progress.update(
-            done++ / static_cast<double>(kSms.size() * kShares.size()),
-            fmt::format("{} multiprocessors", num_sms_)
-        );
         for (const BenchOp op : {BenchOp::kDispatch, BenchOp::kCombine}) {
+          if (one_row && op == BenchOp::kDispatch) {
+            continue;
+          }
           const auto samples = slowest_of(group_, time(op, 0, options_.iterations));
           splits.push_back(
               {op == BenchOp::kDispatch ? Op::kDispatch : Op::kCombine,
                group_.num_ranks(),
                row_bytes(),
                {senders, num_sms_ - senders},
-               percentile(samples, 50)}
+               percentile(samples, 50),
+               one_row}
           );
         }
       }
@@ -219,7 +230,14 @@ auto with_bench(const Group& group, const BenchOptions& options, double limit, c
 }  // namespace
 
 std::vector<TunedSplit> run_gpu_tune(const Group& group, const BenchOptions& options) {
-  return with_bench(group, options, 0, [](GpuBench& bench) { return bench.tune(); });
+  std::vector<TunedSplit> splits;
+  BenchOptions of_layout = options;
+  for (const Layout layout : {Layout::kExpertMajor, Layout::kRankMajor}) {
+    of_layout.layout = layout;
+    const auto found = with_bench(group, of_layout, 0, [](GpuBench& bench) { return bench.tune(); });
+    splits.insert(splits.end(), found.begin(), found.end());
+  }
+  return splits;
 }
 
 BenchReport run_gpu_bench(const Group& group, const BenchOptions& options, double limit_gbps) {

@@ -90,7 +90,8 @@ void CudaExchange::combine_by_stores(
        .row_bytes = launch.payload.row_bytes,
        .num_sms = num_sms,
        .num_senders = num_senders_,
-       .is_one_role = reads_own_rows(launch) && view_.num_ranks == 1}
+       .is_one_role = reads_own_rows(launch) && view_.num_ranks == 1,
+       .one_row = launch.one_row}
   );
   if (launch.is_eager && num_senders_ == 0) {
     const int64_t tokens = plan.shape.num_tokens;

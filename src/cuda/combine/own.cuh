@@ -98,12 +98,11 @@ class CombineOwn {
     if (call_.out_weights == nullptr || static_cast<int>(n) % team_.warps != team_.warp) {
       return;
     }
-    const int first = chunk * chunk_tokens_;
-    for (int token = first; token < first + count; ++token) {
-      return_token_weights(call_, token, [&](int64_t route, int /*k*/) {
-        return call_.row_weights[call_.plan.route_slot()[route]];
-      });
-    }
+    return_token_weights(
+        call_, chunk * chunk_tokens_, count, [&](int64_t route, int /*token*/, int /*k*/) {
+          return call_.row_weights[call_.plan.route_slot()[route]];
+        }
+    );
   }
 
  private:

@@ -215,18 +215,21 @@ class CombineReduce {
     }
   }
 
-  // Lane j has route j of each entry.
+  // Each lane has routes of its own, and looks at all it must know of one at the same time: one
+  // arrival after the other, this would take the warp longer than to add their rows.
   __device__ __forceinline__ void return_weights(int source, int chunk) const {
     const auto from = static_cast<uint32_t>(source);
     const ChunkArrivals arrivals = arrivals_of(call_.plan, source, chunk);
     float* returned = returned_to(source);
-    for (int arrival = arrivals.begin; arrival < arrivals.end; ++arrival) {
+    const int64_t begin = static_cast<int64_t>(arrivals.begin) * max_topk_;
+    const int num_positions = (arrivals.end - arrivals.begin) * max_topk_;
+    for (int position = lane_index(); position < num_positions; position += kWarpLanes) {
+      const int entry = position / max_topk_;
+      const int arrival = arrivals.begin + entry;
       const ArrivalHead head = call_.plan.heads(from)[arrival];
-      const int lane = lane_index();
-      if (lane < head.num_routes) {
-        const int64_t at = static_cast<int64_t>(arrival) * max_topk_ + lane;
-        const int64_t slot = call_.plan.slots(from)[at];
-        const int32_t k = call_.plan.origins(from)[at] & 0xff;
+      const int64_t slot = call_.plan.slots(from)[begin + position];
+      const int32_t k = call_.plan.origins(from)[begin + position] & 0xff;
+      if (position - entry * max_topk_ < head.num_routes) {
         const int64_t place = call_.one_row ? slot * call_.topk + k : slot;
         const int64_t to = kCopied ? arrival : head.token;
         returned[to * max_topk_ + k] = call_.row_weights[place];

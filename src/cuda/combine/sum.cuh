@@ -11,30 +11,33 @@
 
 namespace weft {
 
-// One warp hands the weights of a token's routes to the caller, by k, or for a map by expert: 0
-// where no row was kept. weight_of(place of the route in the plan, k) is asked where one was.
+// One warp hands the weights of the routes of `count` tokens to the caller, by k, or for a map by
+// expert: 0 where no row was kept. weight_of(place of the route in the plan, token, k) is asked
+// where one was. Each lane has routes of its own.
 template <class WeightOf>
 __device__ __forceinline__ void return_token_weights(
-    const CombineLaunch& call, int token, const WeightOf& weight_of
+    const CombineLaunch& call, int first, int count, const WeightOf& weight_of
 ) {
-  const int lane = lane_index();
-  const int64_t route = static_cast<int64_t>(token) * call.plan.map.max_topk + lane;
-  const bool is_kept = lane < call.topk && call.plan.route_slot()[route] >= 0;
-  const float weight = is_kept ? weight_of(route, lane) : 0.0F;
-  if (!call.from_map) {
-    if (lane < call.topk) {
-      call.out_weights[static_cast<int64_t>(token) * call.topk + lane] = weight;
+  const int64_t width = call.from_map ? call.me.map.num_experts : call.topk;
+  float* out = call.out_weights + first * width;
+  if (call.from_map) {
+    for (int64_t i = lane_index(); i < count * width; i += kWarpLanes) {
+      out[i] = 0;
     }
-    return;
+    __syncwarp();
   }
-  const int num_experts = static_cast<int>(call.me.map.num_experts);
-  float* out = call.out_weights + static_cast<int64_t>(token) * num_experts;
-  for (int expert = lane; expert < num_experts; expert += kWarpLanes) {
-    out[expert] = 0;
-  }
-  __syncwarp();
-  if (is_kept) {
-    out[call.plan.route_expert()[route]] = weight;
+  for (int position = lane_index(); position < count * call.topk; position += kWarpLanes) {
+    const int in_chunk = position / call.topk;
+    const int k = position - in_chunk * call.topk;
+    const int token = first + in_chunk;
+    const int64_t route = static_cast<int64_t>(token) * call.plan.map.max_topk + k;
+    const bool is_kept = call.plan.route_slot()[route] >= 0;
+    const float weight = is_kept ? weight_of(route, token, k) : 0.0F;
+    if (!call.from_map) {
+      out[position] = weight;
+    } else if (is_kept) {
+      out[in_chunk * width + call.plan.route_expert()[route]] = weight;
+    }
   }
 }
 
@@ -186,12 +189,11 @@ class CombineSum {
     if (call_.out_weights == nullptr || static_cast<int>(n) % team_.warps != team_.warp) {
       return;
     }
-    const int first = chunk * chunk_tokens_;
-    for (int token = first; token < first + count; ++token) {
-      return_token_weights(call_, token, [&](int64_t route, int k) {
-        return *const_cast<const volatile float*>(returned_at(route, token, k));
-      });
-    }
+    return_token_weights(
+        call_, chunk * chunk_tokens_, count, [&](int64_t route, int token, int k) {
+          return *const_cast<const volatile float*>(returned_at(route, token, k));
+        }
+    );
   }
 
  private:

@@ -50,6 +50,7 @@ std::vector<TunedSplit> parse_tuning(std::istream& text, const std::string& name
       split.row_bytes = one.at("row_bytes").get<int64_t>();
       split.blocks = {one.at("senders").get<int>(), one.at("others").get<int>()};
       split.us = one.at("us").get<double>();
+      split.one_row = one.value("layout", "") == "rank_major";
       if (split.num_ranks < 1 || split.row_bytes < 1 || split.blocks.first < 1 ||
           split.blocks.second < 1) {
         fail("ranks, row_bytes, senders and others must be at least 1");
@@ -63,7 +64,17 @@ std::vector<TunedSplit> parse_tuning(std::istream& text, const std::string& name
 }
 
 bool fits(const TunedSplit& one, const CallSize& size) {
-  return one.op == size.op && total(one.blocks) <= size.num_sms;
+  return one.op == size.op && one.one_row == size.one_row && total(one.blocks) <= size.num_sms;
+}
+
+bool are_alike(const TunedSplit& a, const TunedSplit& b) {
+  return a.op == b.op && a.one_row == b.one_row && a.num_ranks == b.num_ranks &&
+         a.row_bytes == b.row_bytes;
+}
+
+// What lies between two numbers, `way` of it behind the first.
+int between(int a, int b, double way) {
+  return static_cast<int>(std::lround(a + way * (b - a)));
 }
 
 // The best of the splits that fit and were measured with `num_ranks`, of which there is one.
@@ -84,7 +95,21 @@ RoleBlocks best_split(const std::vector<TunedSplit>& tuning, const CallSize& siz
     return distance(one) != distance(fastest) || one.us > kNearly * fastest.us;
   });
   const auto order = [](const TunedSplit& one) { return std::pair(-total(one.blocks), one.us); };
-  return std::ranges::min(splits, {}, order).blocks;
+  const TunedSplit best = std::ranges::min(splits, {}, order);
+  std::optional<TunedSplit> next;  // the fastest of the fewest blocks that are clearly faster
+  for (const TunedSplit& one : tuning) {
+    const auto size_of = [](const TunedSplit& it) { return std::pair(total(it.blocks), it.us); };
+    if (are_alike(one, best) && total(one.blocks) > size.num_sms && kNearly * one.us < best.us &&
+        (!next || size_of(one) < size_of(*next))) {
+      next = one;
+    }
+  }
+  if (!next) {
+    return best.blocks;
+  }
+  const double way = static_cast<double>(size.num_sms - total(best.blocks)) /
+                     (total(next->blocks) - total(best.blocks));
+  return split(size.num_sms, between(best.blocks.first, next->blocks.first, way));
 }
 
 }  // namespace
@@ -106,8 +131,7 @@ std::vector<TunedSplit> load_tuning(const std::string& path) {
 std::vector<TunedSplit> useful_splits(const std::vector<TunedSplit>& tuning) {
   const auto is_useful = [&](const TunedSplit& one) {
     return std::ranges::none_of(tuning, [&](const TunedSplit& other) {
-      return other.op == one.op && other.num_ranks == one.num_ranks &&
-             other.row_bytes == one.row_bytes && total(other.blocks) <= total(one.blocks) &&
+      return are_alike(one, other) && total(other.blocks) <= total(one.blocks) &&
              one.us > kNearly * other.us;
     });
   };
@@ -138,6 +162,14 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
     const auto most = static_cast<int>(size.num_sms * kOneRoleShare);
     return split(size.num_sms, size.op == Op::kDispatch ? most : size.num_sms - most);
   }
+  const auto is_of_one_row = [&](const TunedSplit& one) {
+    return one.op == size.op && one.one_row;
+  };
+  if (size.one_row && std::ranges::none_of(tuning, is_of_one_row)) {
+    CallSize other = size;
+    other.one_row = false;
+    return choose_blocks(tuning, other);
+  }
   const auto [below, above] = measured_ranks(tuning, size);
   if (below == 0) {
     return split(size.num_sms, static_cast<int>(std::lround(size.num_sms * kDefaultShare)));
@@ -148,11 +180,8 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
   }
   const RoleBlocks many = best_split(tuning, size, above);
   const double way = std::log2(factor(size.num_ranks, below)) / std::log2(factor(above, below));
-  const auto between = [&](int a, int b) {
-    return static_cast<int>(std::lround(a + way * (b - a)));
-  };
-  const int first = between(few.first, many.first);
-  return {first, std::min(between(few.second, many.second), size.num_sms - first)};
+  const int first = between(few.first, many.first, way);
+  return {first, std::min(between(few.second, many.second, way), size.num_sms - first)};
 }
 
 std::optional<RoleBlocks> blocks_of_short_combine(int num_sms, int64_t num_tokens, int at_once) {

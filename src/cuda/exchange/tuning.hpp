@@ -29,6 +29,7 @@ struct TunedSplit {
   int64_t row_bytes = 0;
   RoleBlocks blocks = {};
   double us = 0;
+  bool one_row = false;  // a combine of rank_major rows: none of them are added before they return
 };
 
 // tuning.json, which was measured on 2 and 4 x H200.
@@ -46,6 +47,7 @@ struct CallSize {
   int num_sms = 2;           // most that the call may occupy, at least 2
   int num_senders = 0;       // as asked for; 0: by the table
   bool is_one_role = false;  // the other role has next to nothing to do
+  bool one_row = false;      // as above
 
   friend bool operator==(const CallSize&, const CallSize&) = default;
 };
@@ -70,9 +72,11 @@ struct MeasuredRanks {
 );
 
 // Takes, of the splits that fit, those of the nearest row size, then the fastest, then the one with
-// most blocks. For a number of ranks between two that were measured, both roles get what lies
+// most blocks. Where one with more blocks than fit is faster, both roles get what lies between the
+// two, so that no block is left over. For a number of ranks between two that were measured, both roles get what lies
 // between, on a logarithmic scale. Beyond them the nearest is taken as it is: from 4 ranks to 8 the
-// links stay as fast while each rank fans out fewer rows, so the same senders are enough.
+// links stay as fast while each rank fans out fewer rows, so the same senders are enough. A
+// combine of rank_major rows takes the other splits where none of its own were measured.
 [[nodiscard]] RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size);
 
 // The same, which looks into the table only where a call differs from the last one of its kind.

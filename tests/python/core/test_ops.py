@@ -197,7 +197,7 @@ def test_calls_that_changed_places_are_refused(ranks):
 
 
 def by_inductor(rank, num_ranks, group):
-    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks, timeout=120)
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks, timeout=200)
     name = ops.register(exchange)
 
     def layer(x, idx, weights):
@@ -211,7 +211,7 @@ def by_inductor(rank, num_ranks, group):
 
 
 def test_inductor_takes_open_sizes(ranks):
-    ranks(by_inductor, 2)
+    ranks(by_inductor, 2, seconds=240)  # the first time it compiles torch's headers
 
 
 def recomputed(rank, num_ranks, group):

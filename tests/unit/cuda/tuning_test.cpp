@@ -28,9 +28,45 @@ TEST(TuningTest, TakesTheFastestSplitThatFits) {
       {Op::kDispatch, 4, 4096, {48, 48}, 200},
       {Op::kCombine, 4, 4096, {4, 4}, 100}};
   EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 24}), std::pair(12, 12));
-  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 95}), std::pair(12, 12));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 23}), std::pair(13, 10));  // by rule
   EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 96}), std::pair(48, 48));
   EXPECT_EQ(blocks(table, {Op::kCombine, 4, 4096, 96}), std::pair(4, 4));
+}
+
+// So that blocks are not left over, as 16 of 36 would be here.
+TEST(TuningTest, TakesWhatLiesBetweenTwoMeasuredNumbersOfBlocks) {
+  const std::vector<TunedSplit> table = {
+      {Op::kCombine, 4, 4096, {11, 5}, 600},
+      {Op::kCombine, 4, 4096, {14, 10}, 500},
+      {Op::kCombine, 4, 4096, {12, 12}, 560},
+      {Op::kCombine, 4, 4096, {20, 20}, 499},  // as fast: not worth its blocks
+      {Op::kCombine, 4, 4096, {30, 34}, 400},
+      {Op::kCombine, 2, 4096, {20, 2}, 10},
+      {Op::kCombine, 4, 8192, {1, 20}, 10},
+      {Op::kDispatch, 4, 4096, {1, 21}, 10}};
+  EXPECT_EQ(blocks(table, {Op::kCombine, 4, 4096, 16}), std::pair(11, 5));
+  EXPECT_EQ(blocks(table, {Op::kCombine, 4, 4096, 20}), std::pair(13, 7));
+  EXPECT_EQ(blocks(table, {Op::kCombine, 4, 4096, 24}), std::pair(14, 10));
+  EXPECT_EQ(blocks(table, {Op::kCombine, 4, 4096, 44}), std::pair(22, 22));
+  EXPECT_EQ(blocks(table, {Op::kCombine, 4, 4096, 132}), std::pair(30, 34));
+  for (int sms = 16; sms <= 64; ++sms) {
+    const auto [first, second] = blocks(table, {Op::kCombine, 4, 4096, sms});
+    EXPECT_EQ(first + second, sms);
+  }
+}
+
+// Of rank_major rows none are added before they return, so that fewer blocks are needed for that.
+TEST(TuningTest, CombinesOfRankMajorRowsHaveSplitsOfTheirOwn) {
+  std::vector<TunedSplit> table = {
+      {Op::kCombine, 4, 4096, {14, 10}, 500},
+      {Op::kDispatch, 4, 4096, {15, 9}, 500},
+      {Op::kCombine, 4, 4096, {8, 16}, 450, true}};
+  const CallSize of_one_row = {Op::kCombine, 4, 4096, 24, 0, false, true};
+  EXPECT_EQ(blocks(table, of_one_row), std::pair(8, 16));
+  EXPECT_EQ(blocks(table, {Op::kCombine, 4, 4096, 24}), std::pair(14, 10));
+  EXPECT_EQ(useful_splits(table).size(), 3U);
+  table.pop_back();
+  EXPECT_EQ(blocks(table, of_one_row), std::pair(14, 10));  // none were measured
 }
 
 // With few blocks chance decides where they run.
@@ -73,9 +109,9 @@ TEST(TuningTest, TakesWhatLiesBetweenTwoMeasuredNumbersOfRanks) {
       {Op::kDispatch, 2, 4096, {10, 40}, 900},
       {Op::kDispatch, 8, 4096, {20, 20}, 900},
       {Op::kDispatch, 8, 4096, {60, 72}, 100}};
-  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 50}), std::pair(15, 30));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 50}), std::pair(17, 33));
   EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 132}), std::pair(35, 56));
-  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 45}), std::pair(20, 20));  // 50 do not fit
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 45}), std::pair(22, 23));  // 50 do not fit
   for (int sms = 50; sms <= 132; ++sms) {
     const auto [first, second] = blocks(table, {Op::kDispatch, 3, 4096, sms});
     EXPECT_LE(first + second, sms);
@@ -147,9 +183,13 @@ TEST(TuningTest, ReadsAFileAndSaysWhatIsWrongWithIt) {
   };
   const std::string good =
       R"({"op": "dispatch", "ranks": 2, "row_bytes": 4096, "senders": 3, "others": 4, "us": 5.5})";
-  const auto table = load(R"({"splits": [)" + good + "]}");
-  ASSERT_EQ(table.size(), 1U);
+  const std::string of_one_row = R"({"op": "combine", "layout": "rank_major", "ranks": 2, )"
+                                 R"("row_bytes": 4096, "senders": 1, "others": 2, "us": 5.5})";
+  const auto table = load(R"({"splits": [)" + good + ", " + of_one_row + "]}");
+  ASSERT_EQ(table.size(), 2U);
   EXPECT_EQ(table[0].num_ranks, 2);
+  EXPECT_FALSE(table[0].one_row);
+  EXPECT_TRUE(table[1].one_row);
   EXPECT_EQ(blocks(table, {Op::kDispatch, 2, 4096, 7}), std::pair(3, 4));
   const auto fault = [&](const std::string& text) {
     return text_of(thrown_by([&] { static_cast<void>(load(text)); }));
