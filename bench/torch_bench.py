@@ -185,8 +185,9 @@ def layer_rows(name: str, case: Case, rounds: int) -> list[dict]:
     rows = []
     for kind in DISPATCHERS:
         dispatcher = make_dispatcher(kind, groups, case.experts, case.topk)
-        layer = MoELayer(dispatcher, case.hidden, case.width, case.experts, case.topk)
-        layer.to("cuda", torch.bfloat16)
+        with torch.device("cuda"):  # drawing the weights takes a CPU half a minute
+            layer = MoELayer(dispatcher, case.hidden, case.width, case.experts, case.topk)
+        layer.to(torch.bfloat16)
         for weights in layer.parameters():
             torch.nn.init.normal_(weights, std=0.02)
 

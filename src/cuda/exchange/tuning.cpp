@@ -67,18 +67,8 @@ bool fits(const TunedSplit& one, const CallSize& size) {
   return one.op == size.op && one.one_row == size.one_row && total(one.blocks) <= size.num_sms;
 }
 
-bool are_alike(const TunedSplit& a, const TunedSplit& b) {
-  return a.op == b.op && a.one_row == b.one_row && a.num_ranks == b.num_ranks &&
-         a.row_bytes == b.row_bytes;
-}
-
-// What lies between two numbers, `way` of it behind the first.
-int between(int a, int b, double way) {
-  return static_cast<int>(std::lround(a + way * (b - a)));
-}
-
 // The best of the splits that fit and were measured with `num_ranks`, of which there is one.
-RoleBlocks best_split(const std::vector<TunedSplit>& tuning, const CallSize& size, int num_ranks) {
+TunedSplit best_split(const std::vector<TunedSplit>& tuning, const CallSize& size, int num_ranks) {
   std::vector<TunedSplit> splits;
   std::ranges::copy_if(tuning, std::back_inserter(splits), [&](const TunedSplit& one) {
     return one.num_ranks == num_ranks && fits(one, size);
@@ -95,21 +85,7 @@ RoleBlocks best_split(const std::vector<TunedSplit>& tuning, const CallSize& siz
     return distance(one) != distance(fastest) || one.us > kNearly * fastest.us;
   });
   const auto order = [](const TunedSplit& one) { return std::pair(-total(one.blocks), one.us); };
-  const TunedSplit best = std::ranges::min(splits, {}, order);
-  std::optional<TunedSplit> next;  // the fastest of the fewest blocks that are clearly faster
-  for (const TunedSplit& one : tuning) {
-    const auto size_of = [](const TunedSplit& it) { return std::pair(total(it.blocks), it.us); };
-    if (are_alike(one, best) && total(one.blocks) > size.num_sms && kNearly * one.us < best.us &&
-        (!next || size_of(one) < size_of(*next))) {
-      next = one;
-    }
-  }
-  if (!next) {
-    return best.blocks;
-  }
-  const double way = static_cast<double>(size.num_sms - total(best.blocks)) /
-                     (total(next->blocks) - total(best.blocks));
-  return split(size.num_sms, between(best.blocks.first, next->blocks.first, way));
+  return std::ranges::min(splits, {}, order);
 }
 
 }  // namespace
@@ -129,14 +105,19 @@ std::vector<TunedSplit> load_tuning(const std::string& path) {
 }
 
 std::vector<TunedSplit> useful_splits(const std::vector<TunedSplit>& tuning) {
-  const auto is_useful = [&](const TunedSplit& one) {
-    return std::ranges::none_of(tuning, [&](const TunedSplit& other) {
-      return are_alike(one, other) && total(other.blocks) <= total(one.blocks) &&
-             one.us > kNearly * other.us;
-    });
-  };
   std::vector<TunedSplit> useful;
-  std::ranges::copy_if(tuning, std::back_inserter(useful), is_useful);
+  for (const TunedSplit& one : tuning) {
+    const CallSize size = {
+        .op = one.op,
+        .num_ranks = one.num_ranks,
+        .row_bytes = one.row_bytes,
+        .num_sms = total(one.blocks),
+        .one_row = one.one_row};
+    const TunedSplit best = best_split(tuning, size, one.num_ranks);
+    if (std::ranges::find(useful, best) == useful.end()) {
+      useful.push_back(best);
+    }
+  }
   return useful;
 }
 
@@ -174,14 +155,17 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
   if (below == 0) {
     return split(size.num_sms, static_cast<int>(std::lround(size.num_sms * kDefaultShare)));
   }
-  const RoleBlocks few = best_split(tuning, size, below);
+  const RoleBlocks few = best_split(tuning, size, below).blocks;
   if (below == above) {
     return few;
   }
-  const RoleBlocks many = best_split(tuning, size, above);
+  const RoleBlocks many = best_split(tuning, size, above).blocks;
   const double way = std::log2(factor(size.num_ranks, below)) / std::log2(factor(above, below));
-  const int first = between(few.first, many.first, way);
-  return {first, std::min(between(few.second, many.second, way), size.num_sms - first)};
+  const auto between = [&](int a, int b) {
+    return static_cast<int>(std::lround(a + way * (b - a)));
+  };
+  const int first = between(few.first, many.first);
+  return {first, std::min(between(few.second, many.second), size.num_sms - first)};
 }
 
 std::optional<RoleBlocks> blocks_of_short_combine(int num_sms, int64_t num_tokens, int at_once) {

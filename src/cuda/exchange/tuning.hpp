@@ -30,14 +30,15 @@ struct TunedSplit {
   RoleBlocks blocks = {};
   double us = 0;
   bool one_row = false;  // a combine of rank_major rows: none of them are added before they return
+
+  bool operator==(const TunedSplit&) const = default;
 };
 
 // tuning.json, which was measured on 2 and 4 x H200.
 [[nodiscard]] const std::vector<TunedSplit>& built_in_tuning();
 // A file that `weft tune` wrote. Throws Error (kFile).
 [[nodiscard]] std::vector<TunedSplit> load_tuning(const std::string& path);
-// Those that some call would take: no split with as many or fewer multiprocessors is clearly
-// faster.
+// Those that some call would take.
 [[nodiscard]] std::vector<TunedSplit> useful_splits(const std::vector<TunedSplit>& tuning);
 
 struct CallSize {
@@ -72,8 +73,7 @@ struct MeasuredRanks {
 );
 
 // Takes, of the splits that fit, those of the nearest row size, then the fastest, then the one with
-// most blocks. Where one with more blocks than fit is faster, both roles get what lies between the
-// two, so that no block is left over. For a number of ranks between two that were measured, both roles get what lies
+// most blocks. For a number of ranks between two that were measured, both roles get what lies
 // between, on a logarithmic scale. Beyond them the nearest is taken as it is: from 4 ranks to 8 the
 // links stay as fast while each rank fans out fewer rows, so the same senders are enough. A
 // combine of rank_major rows takes the other splits where none of its own were measured.
