@@ -7,6 +7,7 @@ A table stands between two lines, `<!-- KIND NAME -->` and `<!-- end KIND -->`, 
   gpus     the fastest of each case of a machine, for instance 4xh200, beside NCCL
   bounds   what the dispatch and combine of that machine could reach at best
   peers    Weft beside other libraries on that machine (bench/results/peers)
+  doors    calls under other libraries' names, of the GPU and of the host, beside those libraries
 
 A file in bench/results maps names of runs to runs. A benchmark writes one run to one file; this tool moves such a run,
 say gpu-a.4xh200.json, into the file of its subject and machine, gpu.4xh200.json.
@@ -18,7 +19,7 @@ import sys
 
 import tree
 
-BLOCK = re.compile(r"<!-- (results|gpus|bounds|peers) (\S+) -->\n.*?<!-- end \1 -->", re.S)
+BLOCK = re.compile(r"<!-- (results|gpus|bounds|peers|doors) (\S+) -->\n.*?<!-- end \1 -->", re.S)
 SUBJECTS = ["balance", "domains", "gpu", "hosts", "steps", "torch"]  # of several runs a machine; their names begin with it
 NONE = "-"
 USUAL_WAY = "one row per route"
@@ -56,6 +57,9 @@ BOUND = {"case": "case", "operation": "op", "SMs": ("sms", 0), "p50 us": ("us_p5
 BOUND |= {"copy engines: us": ("limit_us", 1), "stores reach, %": ("reached", 0), "by stores: us": ("at_link", 1)}
 BOUND |= {"few tokens beyond their bytes: us": ("beyond", 1), "together: us": ("least", 1)}
 BOUND |= {"which is % of the limit": ("least_of_limit", 0), "% of that reached": ("reached_of_least", 0)}
+DOORS = {"case": "case", "call": "op", "rows": "dtype", "SMs": ("sms", 0), "GPU, in a graph: us": ("graph_us", 1)}
+DOORS |= {"GPU, eager: us": ("us_p50", 1), "host: us": ("host_us_p50", 0), "wait for a number of rows: us": ("wait_us", 0)}
+DOORS |= {"GPU items": ("gpu_items", 0), "other library": "rival", "its GPU: us": ("rival_us", 1), "its host: us": ("rival_host_us", 0)}
 
 
 def run_of(runs, name):
@@ -267,6 +271,23 @@ def peers_block(runs, machine):
     return [head, "", *table({header: header for header in lines[0]}, lines), "", f"{dash}. How each was run: {ran}."]
 
 
+def doors_block(runs, machine):
+    """A line for each call of each case and type of rows."""
+    run, found = run_of(runs, f"doors.{machine}"), {}
+    peers = runs.get(f"peers.{machine}", {"rows": []})["rows"]
+    for row in run["rows"]:
+        key = row["case"], row["op"], row["dtype"]
+        if row["mode"] == "eager":
+            found[key] = row | {"wait_us": row["host_wait_us_p50"] or None, "rival": None}
+        elif row["mode"] == "graph1":
+            found[key]["graph_us"] = row["us_p50"]
+    for row in found.values():
+        for peer in peers:
+            if all(peer[one] == row[one] for one in [*SHAPE, "op", "dtype"]):
+                row |= {"rival": peer["executor"], "rival_us": peer["us_p50"], "rival_host_us": peer["host_us_p50"]}
+    return [provenance(run), "", *table(DOORS, list(found.values()))]
+
+
 def load_runs(root):
     """({name: run}, {path: text as it should be, None for a file that moves into another})"""
     runs, files, texts = {}, {}, {}
@@ -295,7 +316,7 @@ def json_text(runs):
 
 def wanted_files(root):
     runs, wanted = load_runs(root)
-    makers = {"results": results_block, "gpus": gpus_block, "bounds": bounds_block, "peers": peers_block}
+    makers = {"results": results_block, "gpus": gpus_block, "bounds": bounds_block, "peers": peers_block, "doors": doors_block}
     for path in (root / "bench/results/peers").glob("*.json"):
         runs[path.stem] = json.loads(path.read_text())
 
