@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Counts a routing by topk_idx in one launch without memory of its own: each block reads all
 // choices, but counts only its share of the experts, ranks and hosts, in shared memory, and marks
-// the ranks of its share of the tokens. A thread has one token at a time. Before:
-// exchange/count_routing.cpp; after: the caller.
+// the ranks of its share of the tokens. Before: exchange/count_routing.cpp; after: the caller.
 #include "cuda/device/kernel.cuh"
+#include "cuda/device/lanes.cuh"
 #include "cuda/plan/count.hpp"
 
 namespace weft {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kBlocks = 32;  // a guess: more of them read more, fewer have more to mark each
+constexpr int kBlocks = 32;    // a guess: more of them read more, fewer have more to mark each
+constexpr int kAhead = 8;      // choices that a thread reads at a time; a guess
+constexpr int64_t kBits = 64;  // ranks, or hosts, that a thread looks at together
 
 // Numbers first .. last of something, which this block has.
 struct Share {
@@ -54,15 +56,76 @@ class TokenRoutes {
   uint32_t experts_per_rank_;
 };
 
-// Whether no choice before k has the same one.
+// Of the numbers first .. first + 63: bit i is 1 if a choice of the token has the i-th.
 template <class Of>
-__device__ bool is_first(int k, int64_t one, const Of& of) {
-  for (int before = 0; before < k; ++before) {
-    if (of(before) == one) {
-      return false;
+__device__ uint64_t bits_of(int topk, int64_t first, const Of& of) {
+  uint64_t bits = 0;
+#pragma unroll 8
+  for (int k = 0; k < topk; ++k) {
+    const int64_t bit = of(k) - first;
+    bits |= bit >= 0 && bit < kBits ? uint64_t{1} << bit : 0;
+  }
+  return bits;
+}
+
+// All threads of a block: how many tokens go to each of the share's ranks, or hosts.
+// of(token's routes, k) is the rank or host of a choice, -1 for none.
+template <class Index, class Of>
+__device__ void count_tokens(
+    const CountLaunch& call, const Share& share, int32_t* counts, const Of& of
+) {
+  for (int64_t first = share.first; first < share.last; first += kBits) {
+    const auto num_bits = static_cast<int>(min(share.last - first, kBits));
+    for (int64_t begin = 0; begin < call.num_tokens; begin += kThreads) {
+      const int64_t token = begin + threadIdx.x;
+      uint64_t bits = 0;
+      if (token < call.num_tokens) {
+        const TokenRoutes<Index> routes(call, token);
+        bits = bits_of(call.topk, first, [&](int k) { return of(routes, k); });
+      }
+      for (int bit = 0; bit < num_bits; ++bit) {
+        const int num_here = __popc(__ballot_sync(kAllLanes, (bits >> bit & 1) != 0));
+        if (num_here > 0 && lane_index() == 0) {
+          atomicAdd(counts + (first + bit - share.first), num_here);
+        }
+      }
     }
   }
-  return true;
+}
+
+// All threads of a block. A thread reads several choices at a time, its neighbours those beside
+// them.
+template <class Index>
+__device__ void count_choices(const CountLaunch& call, const Share& experts, int32_t* counts) {
+  const auto* idx = static_cast<const Index*>(call.topk_idx);
+  const int64_t total = call.num_tokens * call.topk;
+  for (int64_t begin = threadIdx.x; begin < total; begin += kAhead * kThreads) {
+    int64_t chosen[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t at = begin + i * kThreads;
+      chosen[i] = at < total ? static_cast<int64_t>(idx[at]) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (experts.has(chosen[i])) {
+        atomicAdd(counts + (chosen[i] - experts.first), 1);
+      }
+    }
+  }
+}
+
+template <class Index>
+__device__ void mark_ranks(const CountLaunch& call, int64_t token) {
+  const TokenRoutes<Index> routes(call, token);
+  bool* const marks = call.is_token_in_rank + token * call.num_ranks;
+  for (int64_t first = 0; first < call.num_ranks; first += kBits) {
+    const uint64_t bits = bits_of(call.topk, first, [&](int k) { return routes.rank(k); });
+    const auto num_bits = static_cast<int>(min(call.num_ranks - first, kBits));
+    for (int bit = 0; bit < num_bits; ++bit) {
+      marks[first + bit] = (bits >> bit & 1) != 0;
+    }
+  }
 }
 
 // All threads of a block. `counts` [share.size()].
@@ -86,38 +149,16 @@ __global__ void __launch_bounds__(kThreads)
     counts[i] = 0;
   }
   __syncthreads();
-  for (int64_t token = threadIdx.x; token < call.num_tokens; token += kThreads) {
-    const TokenRoutes<Index> routes(call, token);
-    for (int k = 0; k < call.topk; ++k) {
-      const int64_t expert = routes.expert(k);
-      const int64_t rank = routes.rank(k);
-      if (experts.has(expert)) {
-        atomicAdd(counts + (expert - experts.first), 1);
-      }
-      const auto rank_of = [&](int other) { return routes.rank(other); };
-      if (ranks.has(rank) && is_first(k, rank, rank_of)) {
-        atomicAdd(of_ranks + (rank - ranks.first), 1);
-      }
-      if (hosts.size() > 0) {
-        const int64_t host = routes.host(k);
-        const auto host_of = [&](int other) { return routes.host(other); };
-        if (hosts.has(host) && is_first(k, host, host_of)) {
-          atomicAdd(of_hosts + (host - hosts.first), 1);
-        }
-      }
-    }
-  }
+  count_choices<Index>(call, experts, counts);
+  using Routes = TokenRoutes<Index>;
+  count_tokens<Index>(call, ranks, of_ranks, [](const Routes& routes, int k) {
+    return routes.rank(k);
+  });
+  count_tokens<Index>(call, hosts, of_hosts, [](const Routes& routes, int k) {
+    return routes.host(k);
+  });
   for (int64_t token = tokens.first + threadIdx.x; token < tokens.last; token += kThreads) {
-    const TokenRoutes<Index> routes(call, token);
-    bool* const marks = call.is_token_in_rank + token * call.num_ranks;
-    for (int rank = 0; rank < call.num_ranks; ++rank) {
-      marks[rank] = false;
-    }
-    for (int k = 0; k < call.topk; ++k) {
-      if (routes.rank(k) >= 0) {
-        marks[routes.rank(k)] = true;
-      }
-    }
+    mark_ranks<Index>(call, token);
   }
   __syncthreads();
   store(experts, counts, call.per_expert);
