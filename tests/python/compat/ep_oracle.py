@@ -26,10 +26,8 @@ def of_two_sizes(shape, seed, dtype=torch.bfloat16):
 
 
 def stage(rows, dtype, bias=()):
-    """One rounding: from 0, the biases, then the rows, in fp32. One row, or two, without a bias are
-    added as they are."""
-    if not bias and len(rows) == 1:
-        return rows[0]
+    """One rounding: from 0, the biases, then the rows, in fp32. Two rows without a bias are added
+    as they are."""
     if not bias and len(rows) == 2:
         return (rows[0].float() + rows[1].float()).to(dtype)
     total = None

@@ -267,6 +267,9 @@ def fp8(rank, num_ranks, group):
             assert torch.equal(recv_idx, case.row_idx())
             again = buffer.dispatch((x, given), handle=handle)[0]
             assert torch.equal(again[1], recv[1])
+    bare, none = dispatch(buffer, case, (x, torch.ones(case.x.size(0), 0)))[0]
+    assert torch.equal(bare.view(torch.uint8), recv[0].view(torch.uint8))
+    assert none.shape == (bare.size(0), 0) and none.dtype == torch.float32
     packed = torch.randint(0, 1 << 30, (case.x.size(0), 2), dtype=torch.int32)
     recv = dispatch(buffer, case, (x, packed), num_worst_tokens=64)[0]
     want = case.rows(gather(group, packed))
@@ -292,6 +295,9 @@ def several_handles(rank, num_ranks, group):
         out, _, _ = buffer.combine(recv_x, handle)
         assert torch.equal(out, cases[i].summed(gather(group, recv_x)))
         assert torch.equal(buffer.dispatch(cases[i].x, handle=handle)[0], recv_x)
+        wide = torch.cat([cases[i].x, cases[i].x + 1], dim=1)
+        wanted = torch.cat([recv_x, recv_x + 1], dim=1)
+        assert torch.equal(buffer.dispatch(wide, handle=handle)[0], wanted)
 
 
 def test_handles_live_side_by_side(ranks):

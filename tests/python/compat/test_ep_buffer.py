@@ -63,6 +63,15 @@ def communicators(rank, num_ranks, group):
         with pytest.raises(weft.Unsupported, match="not every rank has one"):
             comm.get_nccl_comm_handle(group)
     comm.destroy_all_managed_nccl_comm()
+    buffer = EPBuffer(group, MIB2)
+    comm.barrier(buffer, False, with_cpu_sync=False)
+    comm.barrier(group)
+    for given in (group, buffer):
+        assert comm.get_physical_domain_size(group_or_buffer=given) == (1, 2)
+        assert comm.get_logical_domain_size(group_or_buffer=given) == (1, 2)
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError)):
+            comm.get_comm_stream(buffer)
     assert comm.NCCLCommHandle(5, managed=True).get() == 5
 
 
@@ -113,10 +122,13 @@ def test_alignments_and_names():
 def test_an_allocator_hands_out_places():
     plan = BufferAllocator()
     first = plan.allocate((3, 5), torch.float32)
-    second = plan.allocate([2 * MIB2 + 1], torch.uint8)
+    second = plan.allocate(2 * MIB2 + 1, torch.uint8)
     third = plan.allocate((4,), torch.bfloat16)
     assert first.is_meta and (plan.alignment, plan.num_bytes) == (MIB2, 5 * MIB2)
-    assert len(plan.allocations) == 3 and not plan.materialized
+    places = [(first, 0), (second, MIB2), (third, 4 * MIB2)]
+    assert [begin for _, begin in plan.allocations] == [begin for _, begin in places]
+    assert all(one is other for (one, _), (other, _) in zip(plan.allocations, places, strict=True))
+    assert not plan.materialized
     for wrong in (torch.zeros(5, dtype=torch.uint8), torch.zeros(5 * MIB2, dtype=torch.int8)):
         with pytest.raises(AssertionError, match="storage has"):
             plan.materialize(wrong)

@@ -37,6 +37,8 @@ def check_counts(case, handle, alignment, do_cpu_sync):
     assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == running(per_rank)
     most = case.num_ranks * case.most
     assert handle.num_recv_tokens == (len(arrivals) if do_cpu_sync else most)
+    worst = aligned(most * min(case.topk, case.local) + (alignment - 1) * case.local, alignment)
+    assert handle.num_expanded_tokens == (sum(blocks) if do_cpu_sync else worst)
     assert handle.num_experts == case.experts and handle.expert_alignment == alignment
     assert handle.token_metadata_at_forward is None and handle.channel_linked_list is None
 
@@ -93,6 +95,48 @@ def test_one_row_for_each_token_on_a_rank(ranks, num_ranks, do_cpu_sync):
 
 def test_nothing(ranks):
     ranks(plain, 2, (0,), None)
+
+
+def refused(rank, num_ranks, group):
+    case = Case(rank, num_ranks, group, (7, 3)).gather()
+    buffer = buffer_of(group, case)
+    with pytest.raises(weft.InvalidArgument, match="expert_alignment = 0 .expected at least 1"):
+        alignment = 0 if rank == 1 else 1
+        buffer.dispatch(case.x, case.idx, num_experts=case.experts, expert_alignment=alignment)
+    idx = case.idx.clone()
+    _, _, _, handle, _ = buffer.dispatch(case.x, idx, num_experts=case.experts)
+    if rank == 0:
+        idx[0, 0] = -1
+    with pytest.raises(weft.InvalidArgument, match="must not be modified while the EP handle"):
+        buffer.dispatch(case.x, handle=handle)
+
+
+def test_what_one_rank_passes_wrong_all_hear(ranks):
+    ranks(refused, 2)
+
+
+def another_width(rank, num_ranks, group, do_expand, multiple):
+    """Packed rows there, as many elements as were packed back; and once more by the handle."""
+    case = Case(rank, num_ranks, group, (7, 0, 12)).gather()
+    buffer = buffer_of(group, case, allow_multiple_reduction=multiple)
+    packed = case.x.view(torch.uint8)[:, :HIDDEN]
+    options = {"num_experts": case.experts, "do_expand": do_expand}
+    rows, _, _, handle, _ = buffer.dispatch(packed.contiguous(), case.idx, **options)
+    wide = buffer.dispatch(case.x.repeat(1, 3), case.idx, **options)
+    y = torch.arange(wide[0].numel()).view(wide[0].shape).to(torch.bfloat16)
+    want, _, _ = buffer.combine(y, wide[3])
+    for _ in range(2):  # the plan is made once
+        out, _, _ = buffer.combine(y, handle)
+        assert same_bits(out, want)
+    again, *_ = buffer.dispatch(case.x.repeat(1, 3), handle=handle, do_expand=do_expand)
+    assert same_bits(again, wide[0])
+    same, *_ = buffer.dispatch(packed.contiguous(), handle=handle, do_expand=do_expand)
+    assert same_bits(same, rows)
+
+
+@pytest.mark.parametrize("do_expand, multiple", [(False, True), (True, True), (True, False)])
+def test_rows_of_another_width_return(ranks, do_expand, multiple):
+    ranks(another_width, 3, do_expand, multiple)
 
 
 def expand(rank, num_ranks, group, do_cpu_sync, multiple):

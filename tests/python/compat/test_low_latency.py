@@ -77,6 +77,14 @@ def plain(rank, num_ranks, group, low, topk):
     assert torch.equal(other, out)
     with pytest.raises(weft.InvalidArgument, match="use_logfmt for 24 columns of x .a multiple of"):
         buffer.low_latency_combine(rows, case.idx, case.weights, handle, use_logfmt=True)
+    order = torch.rand(case.idx.shape).argsort(1)  # of its own for each token
+    turned = case.idx.gather(1, order), case.weights.gather(1, order)
+    same, _, _ = buffer.low_latency_combine(rows, *turned, handle)
+    assert torch.equal(same, out)
+    others = torch.where(case.idx == rank, case.num_experts + 1, case.idx)  # an expert of none
+    without_one, _, _ = buffer.low_latency_combine(rows, others, case.weights, handle)
+    want = weighted(case, gather(group, rows), case.weights, skip=others != case.idx)
+    torch.testing.assert_close(without_one.float(), want, rtol=0.02, atol=0.02)
     skipped = case.idx.clone()
     skipped[:, 0] = -1
     without_first, _, _ = buffer.low_latency_combine(rows, skipped, case.weights, handle)

@@ -57,10 +57,15 @@ def test_fp8_and_back(hidden):
         for group in range(scales.size(1)):
             largest = x[token, 128 * group : 128 * group + 128].float().abs().max()
             assert float(scales[token, group]) == pytest.approx(max(float(largest), 1e-4) / 448)
+    padded = torch.nn.functional.pad(x.float(), (0, -hidden % 128)).view(5, -1, 128)
+    largest = padded.abs().amax(2, keepdim=True).clamp(1e-4)
+    multiplied = (padded * (448 / largest)).to(torch.float8_e4m3fn).view(5, -1)[:, :hidden]
+    assert torch.equal(rows.view(torch.uint8), multiplied.view(torch.uint8))
     back = math.per_token_cast_back(rows, scales)
     assert back.dtype == torch.bfloat16 and back.shape == x.shape
     torch.testing.assert_close(back, x, rtol=1 / 14, atol=1e-3)
     assert math.per_token_cast_back(rows[:0], scales[:0]).shape == (0, hidden)
+    assert [one.size(0) for one in math.per_token_cast_to_fp8(x[:0])] == [0, 0]
 
 
 def test_back_from_packed_exponents():

@@ -14,7 +14,6 @@ from weft.streams import CommStream
 
 from .checks import NotInWeft
 from .utils import envs
-from .utils.envs import get_physical_domain_size
 
 __all__ = [
     "NCCLCommHandle",
@@ -29,22 +28,38 @@ __all__ = [
 STREAM = CommStream()  # of every `EPBuffer` of the process
 
 
-def barrier(group: Any) -> None:
-    """Collective. group: of torch.distributed, or a buffer. The host waits for all ranks."""
-    if hasattr(group, "barrier"):
-        group.barrier()
+def barrier(
+    buffer: Any,
+    wait_comm_stream: bool = True,
+    with_cpu_sync: bool = False,
+    sequential: bool = True,
+    context_idx: int | None = None,
+) -> None:
+    """Collective. `EPBuffer.barrier` of a buffer. buffer may also be a group of torch.distributed,
+    whose ranks meet on the host."""
+    del sequential, context_idx
+    if isinstance(buffer, dist.ProcessGroup):
+        Group.of(buffer).all_gather(b"barrier")
     else:
-        Group.of(group).all_gather(b"barrier")
+        buffer.barrier(wait_comm_stream, with_cpu_sync)
 
 
-def get_logical_domain_size(group: Any, allow_hybrid_mode: bool | None = None) -> tuple[int, int]:
+def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
+    """As `utils.envs` has it."""
+    return envs.get_physical_domain_size(group_or_buffer)
+
+
+def get_logical_domain_size(
+    group_or_buffer: Any, allow_hybrid_mode: bool | None = None
+) -> tuple[int, int]:
     """As `utils.envs` has it. None: with hybrid mode, or as the buffer says."""
-    return envs.get_logical_domain_size(group, allow_hybrid_mode in (None, True))
+    return envs.get_logical_domain_size(group_or_buffer, allow_hybrid_mode in (None, True))
 
 
-def get_comm_stream() -> torch.cuda.Stream:
-    """The stream that calls of an `EPBuffer` run on, of the current GPU. RuntimeError without a
+def get_comm_stream(buffer: Any = None) -> torch.cuda.Stream:
+    """The stream that calls of every `EPBuffer` run on, of the current GPU. RuntimeError without a
     GPU."""
+    del buffer
     return STREAM.of(torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -258,12 +258,20 @@ class LowLatencyHandle(PlanHandle):
     combine_rows: Tensor | None = None  # for zero_copy
     hook: Hook | None = None  # of the dispatch, if it has one
 
-    def __init__(self, plan: Plan, sources: Tensor, num_max: int) -> None:
-        """sources int32 [El, R * num_max, 2]: rank and token, of plan.rows_per_expert rows."""
+    def __init__(self, plan: Plan, sources: Tensor, num_max: int, topk_idx: Tensor) -> None:
+        """sources int32 [El, R * num_max, 2]: rank and token, of plan.rows_per_expert rows.
+        topk_idx [T, K]: the caller's own, which may change until combine."""
         exchange = plan.exchange
         self.plan, self.num_max, self._sources = plan, num_max, sources
+        self.topk_idx = topk_idx
         self.hidden, self.num_experts = exchange.hidden, exchange.num_experts
         self.stride = sources.size(1)  # of blocks
+
+    def has_order_of(self, topk_idx: Tensor) -> bool:
+        """Whether these are the choices of the dispatch, in the memory that it was given."""
+        own = self.topk_idx
+        is_same = own.data_ptr() == topk_idx.data_ptr() and own.stride() == topk_idx.stride()
+        return own is topk_idx or is_same
 
     def keep(self, is_kept: Tensor) -> Tensor:
         """Moves the rows with `is_kept` (bool [El, R * num_max]) to the front of their blocks.

@@ -187,7 +187,7 @@ class LowLatencyMode:
                 with _NOTHING if waits is None else exchange.waits_added(waits):
                     given = (routes, x, topk_weights, counted, global_scale)
                     plan, blocks = dispatch_blocks(exchange, options, *given, is_later)
-                handle = self._HANDLE(plan, blocks.sources, num_max)
+                handle = self._HANDLE(plan, blocks.sources, num_max, topk_idx)
                 if self._mask.has_any or self._pool.lost != lost:  # since the plan, perhaps
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
                     blocks.counts.copy_(handle.count)
@@ -232,7 +232,8 @@ class LowLatencyMode:
 
         x bf16 [El, R * num_max, H]; with zero_copy the rows are those in
         `get_next_low_latency_combine_buffer(handle)` instead. topk_idx [T, K] and topk_weights
-        float32 [T, K] are the source's, as for dispatch; slots with a negative index do not count,
+        float32 [T, K] are the source's, as for dispatch, in any order of a token's slots (another
+        tensor than dispatch's takes some launches more); slots with a negative index do not count,
         nor do those of ranks that are masked by now (their rows must be numbers all the same).
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
@@ -277,6 +278,9 @@ class LowLatencyMode:
                 # Without ranks that were masked since the dispatch, too.
                 sizes = (plan.exchange.num_experts, plan.exchange.num_local_experts)
                 routes, weights = self._mask.routes(topk_idx, *sizes), topk_weights
+                if not handle.has_order_of(topk_idx):
+                    own = self._mask.routes(handle.topk_idx, *sizes)
+                    routes, weights = _in_order_of(own, routes, weights)
                 if plan.exchange.is_between_gpu_domains:
                     routes, weights = None, topk_weights.masked_fill(routes < 0, 0.0)
                 is_whole = out is not None and out.is_contiguous()
@@ -391,6 +395,14 @@ class LowLatencyMode:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+def _in_order_of(own: Tensor, given: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Choices and weights of `given` [T, K], by expert in the places that `own` [T, K] has them; -1
+    and 0 where it has none."""
+    is_it = (own.unsqueeze(2) == given.unsqueeze(1)) & (given >= 0).unsqueeze(1)
+    placed = torch.where(is_it, weights.unsqueeze(1), 0.0).sum(2)
+    return own.masked_fill(~is_it.any(2), -1), placed
 
 
 def _first_of(scale: Any) -> Any:

@@ -94,15 +94,16 @@ class Payload:
         GPU; CPU tensors need none. wanted: more options of `Exchange.plan_and_dispatch`.
         """
         rows, *scales = self.tensors
-        dtype = rows.dtype
-        if dtype not in FLOATS and rows.itemsize > 1:
+        dtype, plan = rows.dtype, call.plan
+        has_other_width = plan is not None and rows.size(1) != plan.exchange.hidden
+        if rows.itemsize > 1 and (dtype not in FLOATS or has_other_width):
             rows = row_major(rows).view(torch.uint8)
         columns = [row_major(part) for part in (*scales, *beside)]
         packed = columns[0] if columns else None
         if len(columns) > 1:  # uint8 [T, bytes]: rows of any dtype, side by side
             packed = torch.cat([part.view(torch.uint8) for part in columns], dim=1)
         sent, num_sms = (rows, weights, packed), num_sms if rows.is_cuda else 0
-        exchange, plan, told = call.exchange, call.plan, ()
+        exchange, told = call.exchange, ()
         if plan is not None:
             out = exchange.dispatch(plan, *sent, num_sms=num_sms)
         else:
@@ -116,6 +117,8 @@ class Payload:
                 **wanted,
             )
         received = [] if out.scales is None else [out.scales]
+        if out.scales is None and columns:  # without columns
+            received = [columns[0].new_empty((out.rows.size(0), 0))]
         if len(columns) > 1:
             widths = [part.size(1) * part.element_size() for part in columns]
             pieces = out.scales.split(widths, dim=1)

@@ -11,13 +11,20 @@ from torch import Tensor
 from weft import Group
 from weft.streams import CommStream
 
-from ..checks import INTEGERS, check, check_experts, check_optional, check_tensor
+from ..checks import (
+    INTEGERS,
+    check,
+    check_experts,
+    check_least,
+    check_optional,
+    check_tensor,
+)
 from ..layout import found_ranks_per_domain
 from ..payload import Payload, Received, Rows, numbers, received_numbers, received_topk, round_up
 from ..runtime import Call, ExchangePool
 from ..utils.event import EventHandle
 from . import model
-from .handle import EPHandle
+from .handle import EPHandle, most_expanded
 
 _TMA_BYTES = 16  # what a column of scaling factors is aligned to
 
@@ -205,6 +212,7 @@ class BufferBase:
         check_tensor("topk_idx", topk_idx, INTEGERS, [num_tokens, "K"])
         check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
         check_experts(num_experts, self.num_ranks)
+        check_least("expert_alignment", alignment)
         local = [num_experts // self.num_ranks]
         check_optional("cumulative_local_expert_recv_stats", stats, None, local)
         check(
@@ -216,8 +224,7 @@ class BufferBase:
             rows = self.num_ranks * most
             if do_expand:
                 local = num_experts // self.num_ranks
-                rows *= min(topk_idx.size(1), local)
-                rows = round_up(rows + (alignment - 1) * local, alignment)
+                rows = most_expanded(rows, topk_idx.size(1), local, alignment)
         call.plans(
             (payload.hidden, num_experts, payload.device),
             max(most, 1) * self._places_per_token(topk_idx.size(1), do_expand),

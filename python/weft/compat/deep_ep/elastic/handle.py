@@ -13,6 +13,13 @@ from ..handles import on_host
 from ..payload import round_up
 
 
+def most_expanded(num_tokens: int, topk: int, num_local: int, alignment: int) -> int:
+    """Rows that a rank has with do_expand, at most. num_tokens: of all ranks; num_local: experts of
+    a rank."""
+    rows = num_tokens * min(topk, num_local) + (alignment - 1) * num_local
+    return round_up(rows, alignment)
+
+
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class EPHandle:
     """A plan with the fields that callers read. N: tokens that reach this rank, once each.

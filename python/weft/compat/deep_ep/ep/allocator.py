@@ -20,15 +20,15 @@ class BufferAllocator:
 
     def __init__(self) -> None:
         self.alignment: int = ALIGNMENT
-        self.allocations: list[tuple[int, Tensor]] = []  # where it begins, and the tensor
+        self.allocations: list[tuple[Tensor, int]] = []  # and where it begins
         self.num_bytes: int = 0
         self.materialized: bool = False
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def allocate(self, shape: Sequence[int] | int, dtype: torch.dtype) -> Tensor:
         """A tensor without memory. AssertionError once there is a storage."""
         check(not self.materialized, "allocate: the allocator has been materialized already")
-        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        self.allocations.append((self.num_bytes, tensor))
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        self.allocations.append((tensor, self.num_bytes))
         size = math.prod(tensor.shape) * tensor.element_size()
         self.num_bytes += round_up(size, self.alignment)
         return tensor
@@ -39,7 +39,7 @@ class BufferAllocator:
         check(not self.materialized, "materialize: the allocator has been materialized already")
         check_tensor("storage", storage, torch.uint8, [self.num_bytes])
         check(storage.is_contiguous(), "storage is not contiguous")
-        for begin, tensor in self.allocations:
+        for tensor, begin in self.allocations:
             size = math.prod(tensor.shape) * tensor.element_size()
             real = storage[begin : begin + size].view(tensor.dtype).view(tensor.shape)
             torch.utils.swap_tensors(tensor, real)

@@ -28,7 +28,7 @@ from ..utils.event import EventOverlap, event_of
 from .allocator import BufferAllocator
 from .balance import ExpertCopies
 from .handle import EPBufferHandle
-from .returns import places_of_choices, places_of_ranks, plan_returns
+from .returns import Returns, places_of_choices, places_of_ranks, plan_returns
 
 
 class Runtime(ExchangePool):
@@ -273,6 +273,7 @@ class EPBuffer(ExpertCopies, BufferBase):
         with Call("dispatch", self.runtime, verb, **wants) as call:
             if handle is not None:
                 call.by(check_handle(handle, EPBufferHandle).plan)
+                _ = handle.topk_idx  # which may not have changed
             num_sms = self._check_arguments(num_sms, num_qps, previous_event, *flags)
             check(not do_handle_copy, "do_handle_copy = True (a handle is not copied any more)")
             check(do_expand or not do_zero_padding, "do_zero_padding without do_expand")
@@ -343,6 +344,21 @@ class EPBuffer(ExpertCopies, BufferBase):
             _ = handle.lines  # a replayed CUDA graph must make it anew
         return handle, out
 
+    def _returns_of_width(self, call: Call, handle: EPBufferHandle, hidden: int) -> Returns:
+        """Collective. How rows of another width return than dispatch has sent, such as those that
+        experts make of packed ones."""
+        if hidden not in handle.of_width:
+            returns, topk = handle.returns, handle.ids.size(1)
+            call.by(returns.plan, then="plan")
+            most = max(handle.num_max_tokens_per_rank, 1)
+            most *= self._places_per_token(topk, handle.do_expand)
+            key = (hidden, handle.num_experts, handle.sources.device)
+            call.plans(key, most, topk, **returns.options)
+            handle.of_width[hidden] = plan_returns(
+                call, returns.places, returns.has_domains, **returns.options
+            )
+        return handle.of_width[hidden]
+
     @without_gradients
     def combine(
         self,
@@ -359,8 +375,9 @@ class EPBuffer(ExpertCopies, BufferBase):
     ) -> tuple[Tensor, Tensor | None, EventOverlap] | EventOverlap:
         """Collective. Rows as `dispatch` returned them, summed into their tokens, unweighted.
 
-        x [rows, H] bf16, fp16 or fp32, with do_expand of any number of rows; topk_weights fp32 like
-        those of `dispatch`; bias: one or two [T, H].
+        x [rows, H] bf16, fp16 or fp32, with do_expand of any number of rows; H may be another than
+        that of dispatch, which takes one more plan. topk_weights fp32 like those of `dispatch`;
+        bias: one or two [T, H].
         Sums are in fp32: of the biases, then of what each rank has, ranks in the order of the last
         choice that goes to them; rounded once. With do_expand a rank first adds up its rows in the
         order of choices, and rounds; or all rows are added in the order of choices, rounded once,
@@ -381,17 +398,19 @@ class EPBuffer(ExpertCopies, BufferBase):
             num_sms = self._check_arguments(num_sms, num_qps, previous_event, *flags)
             num_tokens = handle.topk_idx.size(0)
             check_tensor("x", x, None, ["rows", "H"])
-            check_tensor("x", x, None, ["rows", plan.exchange.hidden])
-            biases = biases_of(bias, None, [num_tokens, plan.exchange.hidden])
+            biases = biases_of(bias, None, [num_tokens, x.size(1)])
             _check_weights(topk_weights, x, handle)
             inputs = (x, topk_weights, *biases)
             with self._comm.call(
                 x.device, inputs, previous_event, async_with_compute_stream
             ) as work:
+                if x.size(1) != plan.exchange.hidden:
+                    returns = self._returns_of_width(call, handle, x.size(1))
+                    plan = call.by(returns.plan, then="combine")
                 rows, weights = _by_place(x, topk_weights, handle)
                 num_sms = (num_sms or handle.num_sms) if x.is_cuda else 0
                 back = call.exchange.combine(plan, rows, weights, num_sms=num_sms)
-                finish = functools.partial(_finish, handle, *back, biases)
+                finish = functools.partial(_finish, returns, *back, biases)
                 work.returns(*back)
                 if not defer_epilogue:
                     result = finish()
@@ -437,12 +456,11 @@ def _by_place(
 
 @without_gradients
 def _finish(
-    handle: EPBufferHandle, rows: Tensor, weights: Tensor | None, biases: tuple[Tensor, ...]
+    returns: Returns, rows: Tensor, weights: Tensor | None, biases: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """On the current stream: the sums of what has returned."""
     if rows.is_cuda:
         known_to((rows, weights), torch.cuda.current_stream(rows.device))
-    returns = handle.returns
     return returns.sums(rows, biases), None if weights is None else returns.weights(weights)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from weft.errors import BadCall
 
-from ..elastic.handle import EPHandle
+from ..elastic.handle import EPHandle, most_expanded
 from .returns import Returns, Stage
 
 
@@ -21,7 +21,12 @@ class EPBufferHandle(EPHandle):
     maker = "what EPBuffer.dispatch returned"
 
     returns: Returns
+    of_width: dict[int, Returns]  # for rows of another
     recv_expert_ids: Tensor | None = None  # int32 [rows], with emit_expert_ids
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.of_width = {}
 
     @property
     def topk_idx(self) -> Tensor:
@@ -41,6 +46,18 @@ class EPBufferHandle(EPHandle):
         if self.has_cpu_sync and self.do_expand and self.returns.plan.layout == "rank_major":
             return self.returns.plan.num_rows
         return super().num_recv_tokens
+
+    @property
+    def num_expanded_tokens(self) -> int:
+        """Rows, alignment included, with do_expand, and as many as there would be without; without
+        a CPU sync the most that it could be."""
+        if self.do_expand:
+            return self.plan.num_rows
+        if self.has_cpu_sync:
+            return sum(self.num_recv_tokens_per_expert_list)
+        ranks, local = self.plan.exchange.num_ranks, self.plan.exchange.num_local_experts
+        tokens, topk = ranks * self.num_max_tokens_per_rank, self.ids.size(1)
+        return most_expanded(tokens, topk, local, self.expert_alignment)
 
     @functools.cached_property
     def lines(self) -> tuple[Tensor, Tensor]:
@@ -65,7 +82,7 @@ class EPBufferHandle(EPHandle):
         in fp32 and rounded once."""
         _, table = self.lines
         x = self.fitted(x)
-        sums = Stage(torch.Size((table.size(0), x.size(1))), x.device)
+        sums = Stage(torch.Size((table.size(0), x.size(1))), x.device, copies_one=True)
         for rows in table.unbind(dim=1):
             sums.add(x[rows.clamp(min=0)].float(), (rows >= 0)[:, None])
         return sums.rounded(x.dtype)

@@ -11,7 +11,7 @@ plan do; back at the tokens they are added up, place after place."""
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,18 @@ from ..runtime import Call
 class Stage:
     """fp32 sums [T, H] of rows that come one after another.
 
-    They begin with `biases`, added to zeros. Without any, sums of one or two rows keep a negative
-    zero that all of them have, as an addition without a beginning does.
+    They begin with `biases`, added to zeros. Without any, sums of two rows keep a negative zero
+    that both have, as an addition without a beginning does; with `copies_one` one row does, too.
     """
 
-    def __init__(self, shape: torch.Size, device: torch.device, biases: tuple[Tensor, ...] = ()):
-        self._has_bias = bool(biases)
+    def __init__(
+        self,
+        shape: torch.Size,
+        device: torch.device,
+        biases: tuple[Tensor, ...] = (),
+        copies_one: bool = False,
+    ):
+        self._has_bias, self._copies_one = bool(biases), copies_one
         begin = 0.0 if biases else -0.0  # -0 + x is x, whatever x is
         self.sums = torch.full(shape, begin, dtype=torch.float32, device=device)
         for bias in biases:
@@ -44,7 +50,9 @@ class Stage:
     def rounded(self, dtype: torch.dtype) -> Tensor:
         sums = self.sums
         if not self._has_bias:
-            is_short = (self._count == 1) | (self._count == 2)
+            is_short = self._count == 2
+            if self._copies_one:
+                is_short |= self._count == 1
             sums = torch.where(is_short, sums, sums + 0.0)
         return sums.to(dtype)
 
@@ -100,12 +108,13 @@ def places_of_choices(topk_idx: Tensor) -> Places:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Returns:
-    """The second plan, and what its rows are added up by. has_domains: the sums of a domain are
-    rounded, then added up."""
+    """The second plan, made with `options`, and what its rows are added up by. has_domains: the
+    sums of a domain are rounded, then added up."""
 
     plan: Plan
     places: Places
     has_domains: bool
+    options: dict[str, Any]
 
     def sums(self, rows: Tensor, biases: tuple[Tensor, ...]) -> Tensor:
         """rows [T * D, H], as combine by the plan gives them -> [T, H] of their dtype."""
@@ -131,8 +140,8 @@ class Returns:
         return by_place.gather(1, of_choice.unsqueeze(1)).squeeze(1)
 
 
-def plan_returns(call: Call, places: Places, has_domains: bool, **options: object) -> Returns:
+def plan_returns(call: Call, places: Places, has_domains: bool, **options: Any) -> Returns:
     """Collective, on the exchange of the call. options: of its plan."""
     call.options = options
     plan = call.exchange.plan(places.routes.contiguous(), **options)
-    return Returns(plan, places, has_domains)
+    return Returns(plan, places, has_domains, options)
