@@ -8,11 +8,7 @@ import torch
 
 from . import comm
 from .buffer import Buffer
-from .comm import (
-    destroy_all_managed_nccl_comm,
-    get_logical_domain_size,
-    get_physical_domain_size,
-)
+from .comm import destroy_all_managed_nccl_comm, get_logical_domain_size
 from .config import Config, get_low_latency_rdma_size_hint
 from .elastic import ElasticBuffer, EPHandle
 from .elastic.base import BufferBase
@@ -26,6 +22,7 @@ from .ep import (
     PPBuffer,
 )
 from .hybrid_ep import HybridEPBuffer
+from .utils.envs import get_physical_domain_size
 from .utils.event import EventHandle, EventOverlap
 
 __version__ = "2.5.0"  # the newest whose calls are here

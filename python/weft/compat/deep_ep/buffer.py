@@ -258,8 +258,8 @@ class Buffer(LowLatencyMode):
         empty, rows beyond the real count have recv_topk_idx -1 and are otherwise undefined. It must
         be large enough on every rank; tokens beyond it are dropped.
 
-        handle of an earlier dispatch: the same way again, with the same T, any H, without top-k;
-        returns (recv_x, None, None, None, None, event).
+        handle of an earlier dispatch: the same way again, with the same T, without top-k; returns
+        (recv_x, None, None, None, None, event).
         """
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         layout = Layout(
@@ -275,8 +275,9 @@ class Buffer(LowLatencyMode):
             if plan is not None:
                 is_alone = topk_idx is None and topk_weights is None
                 check(is_alone, "top-k is given beside a handle (which stands for it)")
-                given, wanted = payload.num_tokens, plan.num_tokens
-                check(given == wanted, f"x has {given} tokens (expected {wanted}, the handle's)")
+                shape = [payload.num_tokens, payload.hidden]
+                wanted = [plan.num_tokens, plan.exchange.hidden]
+                check(shape == wanted, f"x has shape {shape} (expected {wanted}, the handle's)")
                 with runtime.stream.call(payload.device, payload.tensors, *streams) as work:
                     recv_x = payload.send(call, num_sms=num_sms).x
                     work.returns(*parts_of(recv_x))

@@ -241,8 +241,6 @@ class Call:
                     raise BadCall(str(error)) from problem
             if isinstance(problem, BadCall):
                 raise BadCall(reason) from problem
-            if isinstance(problem, InvalidArgument):  # an exchange's own
-                raise BadCall(str(problem), rank=problem.rank) from problem
         finally:
             if ranges.IS_ON:
                 ranges.end()  # a refusal, too, may wait for other ranks

@@ -228,11 +228,16 @@ class Buffer(DeepEPBuffer):
             self.runtime = None
 
     def barrier(self) -> None:
-        """Collective. Waits for this rank's GPU and for the ranks of a call, on the host."""
-        runtime = self._runtime()
+        """Collective. Waits for this rank's GPU and for the ranks of a call, on the host. Where
+        these meet by a store, those that do not come within timeout_ms are masked."""
+        ranks = self._call_ranks()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        runtime.group.all_gather(b"")
+        absent = self._meeting.absent(ranks, self.timeout_ms / 1000)
+        if absent is None:
+            self._runtime().group.all_gather(b"")
+        else:
+            self._masked.update(absent)
 
     @staticmethod
     def get_low_latency_buffer_size_hint(

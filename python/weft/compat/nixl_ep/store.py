@@ -20,6 +20,12 @@ _PATIENCE = 300  # seconds for all ranks to come, as callers of this interface a
 _GOOD, _REFUSED = b"+", b"-"
 
 
+class Absent(TimeoutError):
+    """`ranks` have not come to the store in time."""
+
+    ranks: list[int]
+
+
 class StoreRanks:
     """What `MpiGroup` of deep_ep asks of an mpi4py communicator, over a store.
 
@@ -40,10 +46,10 @@ class StoreRanks:
     def Get_size(self) -> int:
         return len(self._ranks)
 
-    def allgather(self, block: bytes) -> list[bytes]:
-        """Collective: the blocks of all ranks, by rank."""
+    def allgather(self, block: bytes, patience: float | None = None) -> list[bytes]:
+        """Collective: the blocks of all ranks, by rank. Raises Absent after `patience` seconds."""
         self._tell(_GOOD + block)
-        return self._hear("all_gather")
+        return self._hear("all_gather", patience=patience)
 
     def agreed(self, what: str, make: Callable[[], None], equal: str) -> None:
         """Collective: make(). If it raises on a rank, all others raise InvalidArgument; so do all
@@ -63,10 +69,13 @@ class StoreRanks:
         self._round += 1
         self._store.set(self._key(self._round, self._rank), block)
 
-    def _hear(self, what: str, wanted: bytes | None = None) -> list[bytes]:
+    def _hear(
+        self, what: str, wanted: bytes | None = None, patience: float | None = None
+    ) -> list[bytes]:
         """wanted: what all ranks must have told."""
         keys = {rank: self._key(self._round, rank) for rank in self._ranks}
-        deadline, blocks = time.monotonic() + _PATIENCE, []
+        patience = _PATIENCE if patience is None else patience
+        deadline, blocks = time.monotonic() + patience, []
         for rank, key in keys.items():  # one by one: there may be fewer than this rank expects
             try:
                 left = max(deadline - time.monotonic(), 0.001)
@@ -74,12 +83,14 @@ class StoreRanks:
             except Exception as error:
                 self._store.add(self._counter, -1)  # the next one meets those that come late
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                raise TimeoutError(
-                    f"{what}: rank {self._rank} waited {_PATIENCE} s in the store for ranks "
+                absent = Absent(
+                    f"{what}: rank {self._rank} waited {patience:g} s in the store for ranks "
                     f"{missing} of {list(self._ranks)} (expected to ask for the same ranks)",
                     "timeout",
                     self._rank,
-                ) from error
+                )
+                absent.ranks = missing
+                raise absent from error
             block = self._store.get(key)
             if block[:1] == _REFUSED:
                 reason = f"{what}: rank {rank} refused the call: {block[1:].decode()}"
@@ -124,6 +135,17 @@ class Meeting:
         for rank, told in zip(ranks, met.all_gather(equal.encode())):
             if told != equal.encode():
                 _refuse_unequal(what, rank, told.decode(), self._rank, equal)
+
+    def absent(self, ranks: tuple[int, ...], patience: float) -> list[int] | None:
+        """Collective among `ranks`, ascending: those of them that do not come to the store within
+        `patience` seconds. None where it is not by a store that they meet."""
+        if self._group is not None or self._comm is not None or self.store is None:
+            return None
+        try:
+            StoreRanks(self.store, self._rank, ranks, "barrier").allgather(b"", patience)
+        except Absent as error:
+            return error.ranks
+        return []
 
     def of(self, ranks: tuple[int, ...]) -> Group:
         """Collective among `ranks`, ascending: their group."""

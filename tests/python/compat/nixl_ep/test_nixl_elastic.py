@@ -198,3 +198,28 @@ def test_a_lost_rank_is_masked_on_all_others_and_comes_back(ranks, way, how, tmp
 
 def test_a_killed_rank_is_masked_on_all_others(ranks, tmp_path):
     ranks(lost, 3, "file", "killed", str(tmp_path), dying=(1,))
+
+
+def late_for_barrier(rank, num_ranks, group, way, folder):
+    """A rank that does not come is masked by those that have waited, and may be taken in again."""
+    case = make_case(rank, num_ranks, group)
+    buffer = connected(
+        rank, num_ranks, meeting(rank, num_ranks, group, way, folder), timeout_ms=2000
+    )
+    exchange(case, buffer)
+    buffer.barrier()
+    if rank != 1:
+        buffer.barrier()
+        assert status_of(buffer) == [0, 1, 0]
+        exchange(case, buffer, [0, 2])
+        buffer.update_mask_buffer(1)
+    gather(group, None)
+    assert status_of(buffer) == [0, 0, 0]
+    buffer.barrier()
+    exchange(case, buffer)
+    gather(group, None)
+
+
+@pytest.mark.parametrize("way", ["file", "tcp"])
+def test_a_barrier_masks_who_does_not_come(ranks, way, tmp_path):
+    ranks(late_for_barrier, 3, way, str(tmp_path))

@@ -26,6 +26,7 @@ from torch import Tensor
 from weft import Group, Plan
 
 from ..checks import (
+    FLOATS,
     check,
     check_handle,
     check_least,
@@ -182,6 +183,11 @@ class HybridEPBuffer:
         if per_rank is not None:
             total = per_rank * self.group_size
         routing = routing_of(given, total, may_wait=not non_blocking)
+        num_tokens = routing.map.size(0)
+        check(
+            payload.num_tokens == num_tokens,
+            f"hidden has {payload.num_tokens} rows (expected {num_tokens}, as the routing has)",
+        )
         if non_blocking and payload.device.type == "cuda":
             # Nobody waits to learn of another rank's T: as with deep_ep it is then the same.
             self._raise_capacity(payload.num_tokens)
@@ -392,6 +398,7 @@ class HybridEPBuffer:
         return payload.send(call, None, probs, num_sms=self._settings.num_of_blocks_dispatch_api)
 
     def _bring_back(self, call: Call, hidden: Tensor, row_probs: Tensor | None) -> tuple:
+        check_tensor("hidden", hidden, FLOATS, [call.plan.num_rows, call.exchange.hidden])
         return bring_back(call, hidden, row_probs, num_sms=self._settings.num_of_blocks_combine_api)
 
     def _config(
