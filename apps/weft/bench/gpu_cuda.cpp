@@ -234,7 +234,8 @@ std::vector<TunedSplit> run_gpu_tune(const Group& group, const BenchOptions& opt
   BenchOptions of_layout = options;
   for (const Layout layout : {Layout::kExpertMajor, Layout::kRankMajor}) {
     of_layout.layout = layout;
-    const auto found = with_bench(group, of_layout, 0, [](GpuBench& bench) { return bench.tune(); });
+    const auto found =
+        with_bench(group, of_layout, 0, [](GpuBench& bench) { return bench.tune(); });
     splits.insert(splits.end(), found.begin(), found.end());
   }
   return splits;

@@ -99,7 +99,10 @@ class CombineOwn {
       return;
     }
     return_token_weights(
-        call_, chunk * chunk_tokens_, count, [&](int64_t route, int /*token*/, int /*k*/) {
+        call_,
+        chunk * chunk_tokens_,
+        count,
+        [&](int64_t route, int /*token*/, int /*k*/) {
           return call_.row_weights[call_.plan.route_slot()[route]];
         }
     );

@@ -189,11 +189,9 @@ class CombineSum {
     if (call_.out_weights == nullptr || static_cast<int>(n) % team_.warps != team_.warp) {
       return;
     }
-    return_token_weights(
-        call_, chunk * chunk_tokens_, count, [&](int64_t route, int token, int k) {
-          return *const_cast<const volatile float*>(returned_at(route, token, k));
-        }
-    );
+    return_token_weights(call_, chunk * chunk_tokens_, count, [&](int64_t route, int token, int k) {
+      return *const_cast<const volatile float*>(returned_at(route, token, k));
+    });
   }
 
  private:
