@@ -29,6 +29,15 @@ class Balancing(NamedTuple):
     replica_rows: int = 0
 
 
+def as_int32(name: str, values: Tensor) -> Tensor:
+    """On the CPU. Raises InvalidArgument where a value is no int32."""
+    given = values.to("cpu")
+    found = given.to(torch.int32)
+    if not torch.equal(found.to(given.dtype), given):
+        raise InvalidArgument(f"{name} has {given.dtype} values that are no int32")
+    return found.contiguous()
+
+
 class Placement:
     """Replicas that lie where they are for many plans, as servers place them by what was popular.
 
@@ -39,7 +48,7 @@ class Placement:
     """
 
     def __init__(self, replicas: Tensor | Iterable[Iterable[int]], *, block_rows: int = 1) -> None:
-        self.replicas = torch.as_tensor(replicas, device="cpu").to(torch.int32).contiguous()
+        self.replicas = as_int32("placement", torch.as_tensor(replicas))
         if self.replicas.dim() != 2:
             raise InvalidArgument(
                 f"placement has {self.replicas.dim()} dimensions (2 are expected: ranks, replicas)"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.errors import InvalidArgument
+from weft.placement import as_int32
 
 
 class PlannedBalance:
@@ -42,7 +43,7 @@ class PlannedBalance:
         """
         if not 0 <= source < len(self.placement):
             raise InvalidArgument(f"source = {source} (expected 0 to {len(self.placement) - 1})")
-        experts = topk_idx.to("cpu", torch.int32).contiguous()
+        experts = as_int32("topk_idx", topk_idx)
         out = torch.empty_like(experts)
         self._core.assign(source, experts, out)
         return out.to(topk_idx)
@@ -75,7 +76,7 @@ def plan_balance(
     for domain, ranks in enumerate(domains):
         for rank in ranks:
             domain_of[rank] = domain
-    given = counts.to("cpu", torch.int32).contiguous()
+    given = as_int32("counts", counts)
     core = _core.plan_balance(
         given, num_ranks, replicas, min_rows, domain_of, block_rows, replica_rows
     )

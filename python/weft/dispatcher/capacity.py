@@ -23,14 +23,15 @@ def get_capacity(
 
 
 def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
-    """Sets entries of the map bool [T, E] until each column's count is a multiple of pad_multiple.
+    """Sets entries of the map [T, E], bool or of zeros and ones, until each column's count is a
+    multiple of pad_multiple.
 
     Takes a column's first clear entries, in row order; a column with too few of them is filled
     as far as it goes. Changes `routing_map` itself and returns it.
     """
     counts = routing_map.sum(0)
     missing = -counts % pad_multiple
-    is_clear = ~routing_map
+    is_clear = routing_map == 0
     routing_map |= is_clear & (is_clear.cumsum(0) <= missing)
     return routing_map
 

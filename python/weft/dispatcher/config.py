@@ -283,7 +283,7 @@ def _capacity(config: Any, c: Settings, backend: str | None) -> None:
             "(set moe_expert_capacity_factor)",
         )
         _refuse(
-            backend in ("deepep", "uccl_ep"),
+            backend in ("deepep", "deepepv2", "uccl_ep"),
             f"moe_pad_expert_input_to_capacity: flex backend {backend!r} has no fixed "
             "sizes (use 'hybridep' or the alltoall dispatcher)",
         )

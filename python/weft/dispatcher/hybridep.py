@@ -101,7 +101,7 @@ class _HybridEPManager(ByExpertManager):
         self.routing_map: Tensor | None = None
         self.token_indices: Tensor | None = None  # in its place with compact routing
         self.num_permuted_tokens: int | None = None
-        self.pad_multiple: int | None = None
+        self.pad_multiple: int | None = None if self.drop_and_pad else self.align_size or None
         self._static_num_permuted_tokens: int | None = None
         self._fixed: FixedCapacity | None = None
 
@@ -138,7 +138,7 @@ class _HybridEPManager(ByExpertManager):
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         shape = (routing_map.shape[0], self.num_experts)
-        self.setup_routing(routing_map.reshape(shape), probs.reshape(shape))
+        self.setup_routing(routing_map.reshape(shape).bool(), probs.reshape(shape))
 
     def setup_metadata_from_indices(self, token_indices: Tensor, token_probs: Tensor) -> None:
         self.setup_routing(*self._indices_to_multihot(token_indices, token_probs))

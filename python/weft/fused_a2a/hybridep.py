@@ -58,7 +58,7 @@ class HybridEPDispatch(torch.autograd.Function):
         num_sms_combine_api=24,
         *rest,
     ):
-        given = _without_unknown(_OPTIONS | dict(zip(_order_of(len(rest)), rest)))
+        given = _without_unknown(_OPTIONS | dict(zip(_order_of(rest), rest)))
         options = SimpleNamespace(**given)
         settings = {
             "num_blocks_permute": options.num_blocks_permute,
@@ -238,10 +238,12 @@ def _without_unknown(options: dict[str, Any]) -> dict[str, Any]:
     return options | {name: _OPTIONS[name] for name in newer}
 
 
-@functools.cache
-def _order_of(num_given: int) -> tuple[str, ...]:
-    """The names of so many arguments after `num_sms_combine_api`."""
-    return _ORDERS[min(most for most in _ORDERS if num_given <= most)]
+def _order_of(rest: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of the arguments after `num_sms_combine_api`. The third of them is `fused`, a flag,
+    where the order is an older one."""
+    if len(rest) > 2 and isinstance(rest[2], bool):
+        return _ORDERS[3 if len(rest) == 3 else 6]
+    return _ORDERS[8]
 
 
 @functools.cache

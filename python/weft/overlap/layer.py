@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.config import OverlapModelConfig
 from weft.config.validate import check_recompute
 
-from .plans import TransformerModelChunkSchedulePlan
+from .plans import TransformerModelChunkSchedulePlan, refuse_unused
 
 
 class TransformerLayer(nn.Module):
@@ -188,19 +188,31 @@ class ModelChunk(nn.Module):
         attention_mask: Any = None,
         decoder_input: Tensor | None = None,
         labels: Any = None,
-        *further: Any,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        extra_block_kwargs: Any = None,
+        runtime_gather_output: Any = None,
+        inference_params: Any = None,
         loss_mask: Any = None,
+        padding_mask: Any = None,
+        *,
         name: str = "",
         **others: Any,
     ) -> TransformerModelChunkSchedulePlan:
-        """The plan of one micro-batch. name: for the record of the issue order.
+        """The plan of one micro-batch, by Megatron-LM's arguments. name: for the record of the
+        issue order.
 
-        Raises NotImplementedError for Megatron-LM's further arguments, which are of no use here,
-        unless they are None, and AssertionError for settings that `check_overlap` refuses.
+        Raises NotImplementedError for what is of no use here, unless it is None, False or {}, and
+        AssertionError for settings that `check_overlap` refuses.
         """
-        others |= {f"argument {i} after labels": value for i, value in enumerate(further, 1)}
-        given = [key for key, value in others.items() if value is not None and value != {}]
-        if given:
-            raise NotImplementedError(f"schedule plan: {', '.join(given)} (expected None)")
-        texts = (input_ids, position_ids, attention_mask, decoder_input, labels, loss_mask)
-        return TransformerModelChunkSchedulePlan(self, *texts, name=name)
+        refuse_unused(
+            inference_context=inference_context,
+            packed_seq_params=packed_seq_params,
+            extra_block_kwargs=extra_block_kwargs,
+            runtime_gather_output=runtime_gather_output,
+            inference_params=inference_params,
+            padding_mask=padding_mask,
+            **others,
+        )
+        texts = (input_ids, position_ids, attention_mask, decoder_input, labels)
+        return TransformerModelChunkSchedulePlan(self, *texts, loss_mask=loss_mask, name=name)

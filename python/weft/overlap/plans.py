@@ -33,6 +33,10 @@ class FreedInputs(NamedTuple):
     moe_combine: bool = False
 
 
+# Flex backends, which keep what they sent: it may be the caller's own.
+_KEEPING = ("deepep", "deepepv2", "uccl_ep", "hybridep", "ncclep")
+
+
 def freed_inputs(dispatcher: Any, preprocess_in_graph: bool = False) -> FreedInputs:
     """The rules for a token dispatcher.
 
@@ -51,9 +55,7 @@ def freed_inputs(dispatcher: Any, preprocess_in_graph: bool = False) -> FreedInp
     by_name = backend in ("hybridep", "ncclep")
     reads_received = getattr(dispatcher, "experts_read_received_rows", by_name)
     return FreedInputs(
-        # "uccl_ep" is DeepEP's interface.
-        moe_dispatch=backend not in ("deepep", "uccl_ep", "hybridep", "ncclep")
-        and not preprocess_in_graph,
+        moe_dispatch=backend not in _KEEPING and not preprocess_in_graph,
         mlp=is_low_precision or (has_permute and not reads_received),
         moe_combine=True,
     )
@@ -286,6 +288,17 @@ class PostProcessNode(_EndNode):
         return self.model.postprocess(hidden, self.state.labels, self.state.loss_mask)
 
 
+def refuse_unused(**given: Any) -> None:
+    """Raises NotImplementedError for arguments of Megatron-LM's that are of no use here."""
+    unused = [
+        name
+        for name, value in given.items()
+        if value is not None and value is not False and value != {}
+    ]
+    if unused:
+        raise NotImplementedError(f"schedule plan: {', '.join(unused)} (expected None)")
+
+
 class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     """The nodes of one micro-batch on `model`, a `ModelChunk` or whatever has its attributes."""
 
@@ -293,19 +306,45 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     PRE_PROCESS_NODE_CLASS: type = PreProcessNode
     POST_PROCESS_NODE_CLASS: type = PostProcessNode
 
-    def __init__(self, model: Any, *texts: Any, name: str = "", **more_texts: Any) -> None:
-        """texts, more_texts: input_ids and what else `ChunkState` has, by position or by name.
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Any = None,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        decoder_input: Tensor | None = None,
+        labels: Any = None,
+        packed_seq_params: Any = None,
+        extra_block_kwargs: Any = None,
+        runtime_gather_output: Any = None,
+        loss_mask: Any = None,
+        padding_mask: Any = None,
+        *,
+        output_processor: Any = None,
+        output_processor_context: Any = None,
+        name: str = "",
+    ) -> None:
+        """Megatron-LM's arguments. name: for the record of the issue order.
 
-        name: for the record of the issue order. Raises AssertionError for settings that
-        `check_overlap` refuses.
+        Raises NotImplementedError for what is of no use here, unless it is None, False or {}, and
+        AssertionError for settings that `check_overlap` refuses.
         """
+        refuse_unused(
+            packed_seq_params=packed_seq_params,
+            extra_block_kwargs=extra_block_kwargs,
+            runtime_gather_output=runtime_gather_output,
+            padding_mask=padding_mask,
+            output_processor=output_processor,
+            output_processor_context=output_processor_context,
+        )
         config = model.config
         check_overlap(config)
         lanes.set_streams(high_priority=option(config, "high_priority_a2a_comm_stream"))
         self.model, self.name = model, name
         self.vp_stage = getattr(model, "vp_stage", None)
         self.event = lanes.new_event()
-        self.state = ChunkState(*texts, name=name, **more_texts)
+        texts = (input_ids, position_ids, attention_mask, decoder_input, labels, loss_mask)
+        self.state = ChunkState(*texts, name=name)
         streams = (lanes.get_comp_stream, lanes.get_comm_stream)
         self.early_release = option(config, "ep_overlap_early_attn_memory_release")
         self.layers = [

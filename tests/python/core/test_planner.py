@@ -81,6 +81,7 @@ def test_what_does_not_fit_is_refused():
         (COUNTS[0], 1, {}, "counts is torch.int64 [4] (expected integers"),
         (COUNTS[:, :3], 1, {}, "the number of counts is 6 (2 ranks times experts"),
         (-COUNTS, 1, {}, "a count is -90"),
+        (COUNTS + 2**32, 1, {}, "counts has torch.int64 values that are no int32"),
         (COUNTS, 17, {}, "replicas is 17 (0 to 16)"),
         (COUNTS, 1, {"min_rows": 0}, "min_rows is 0"),
         (COUNTS, 1, {"replica_rows": -1}, "replica_rows is -1 (0 to"),
@@ -92,5 +93,10 @@ def test_what_does_not_fit_is_refused():
     found = plan_balance(COUNTS, 1)
     with pytest.raises(weft.InvalidArgument, match="source = 2"):
         found.assign(2, torch.zeros(1, 1, dtype=torch.int64))
+    with pytest.raises(weft.InvalidArgument, match="topk_idx has torch.int64 values"):
+        found.assign(0, torch.full((1, 1), 2**32 + 1))
+    for wrong in (torch.tensor([[1.5], [0.0]]), torch.tensor([[2**32 + 2], [0]])):
+        with pytest.raises(weft.InvalidArgument, match="placement has .* values that are no int32"):
+            weft.Placement(wrong)
     with pytest.raises(weft.InvalidArgument, match="more routes to expert 2 than"):
         found.assign(0, torch.full((1, 1), 2))

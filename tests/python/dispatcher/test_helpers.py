@@ -32,6 +32,7 @@ def test_map_is_padded_with_its_first_clear_entries(multiple, num_tokens):
     given[:, 0] = False
     padded = given.clone()
     assert pad_routing_map(padded, multiple) is padded
+    assert torch.equal(pad_routing_map(given.int(), multiple), padded.int())
     for e in range(6):
         expected = given[:, e].clone()
         for t in range(num_tokens):

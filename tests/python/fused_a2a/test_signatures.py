@@ -148,6 +148,9 @@ def arguments():
         ((5, 6, False, 8, 4, 108), (8, 4, False)),  # Megatron-LM: 13
         ((None, None, True, None, 4, 108), (None, 4, True)),
         ((8, 4, None, None, True, 108, 5, 6), (8, 4, True)),  # NeMo Automodel 0.7.0: 15
+        ((8, 4, None), (8, 4, False)),  # which has defaults
+        ((8, 4, None, None), (8, 4, False)),
+        ((8, 4, torch.zeros(2, 1), 2, True), (8, 4, True)),
     ],
 )
 def test_hybrid_dispatch_gradients(monkeypatch, rest, want):

@@ -5,7 +5,9 @@ Its router, layer and dispatcher run unchanged, on CPU tensors; experts are prod
 and what is expected is computed densely, from everybody's tokens.
 """
 
+import functools
 import sys
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from packages import wheel
-from ranks import Ranks
+from ranks import Ranks, after_call
 
 HIDDEN, WIDTH, EXPERTS, TOPK = 64, 32, 8, 2
 
@@ -51,7 +53,7 @@ class Experts(nn.Module):
 
 def megatron(how: str):
     """Its modules: over Weft's deep_ep ("names"), with weft.fused_a2a in place of its module
-    ("module"), or with Weft's dispatcher in place of its own."""
+    ("module"), or with Weft's dispatcher in place of its own. Until the call of the rank ends."""
     import over_weft
     from megatron.core import process_groups_config
     from megatron.core.transformer import transformer_config
@@ -61,14 +63,16 @@ def megatron(how: str):
     import weft.fused_a2a
 
     over_weft.forget_buffer_after_call()
-    own = token_dispatcher.MoEFlexTokenDispatcher
-    is_own = how != "dispatcher"
-    functions = weft.fused_a2a if how == "module" else fused_a2a
-    for name in (
-        set(weft.fused_a2a.__all__) & vars(fused_a2a).keys() & vars(token_dispatcher).keys()
-    ):
-        setattr(token_dispatcher, name, vars(functions)[name])
-    moe_layer.MoEFlexTokenDispatcher = own if is_own else weft.dispatcher.MoEFlexTokenDispatcher
+
+    def take(module: Any, name: str, value: Any) -> None:
+        after_call.append(functools.partial(setattr, module, name, getattr(module, name)))
+        setattr(module, name, value)
+
+    names = set(weft.fused_a2a.__all__) & vars(fused_a2a).keys() & vars(token_dispatcher).keys()
+    for name in names if how == "module" else ():
+        take(token_dispatcher, name, vars(weft.fused_a2a)[name])
+    if how == "dispatcher":
+        take(moe_layer, "MoEFlexTokenDispatcher", weft.dispatcher.MoEFlexTokenDispatcher)
     return process_groups_config, transformer_config, moe_layer
 
 

@@ -5,7 +5,7 @@ import overlap_cases as cases
 import pytest
 import torch
 
-DISPATCHERS = ["alltoall", "hybridep", "deepep", "ncclep"]
+DISPATCHERS = ["alltoall", "hybridep", "deepep", "deepepv2", "ncclep"]
 
 
 def _training(rank, num_ranks, group, num_batches, options):

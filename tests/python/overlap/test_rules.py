@@ -5,7 +5,12 @@ import pytest
 import torch
 
 from weft.config import OverlapModelConfig
-from weft.overlap import ModelChunk, TransformerLayer, check_overlap
+from weft.overlap import (
+    ModelChunk,
+    TransformerLayer,
+    TransformerModelChunkSchedulePlan,
+    check_overlap,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,5 +52,14 @@ def test_arguments_without_a_use():
     model = ModelChunk([TransformerLayer(torch.nn.Identity(), mlp=torch.nn.Identity())])
     with pytest.raises(NotImplementedError, match="packed_seq_params"):
         model.build_schedule_plan(None, packed_seq_params=1)
+    with pytest.raises(NotImplementedError, match="extra_block_kwargs"):
+        TransformerModelChunkSchedulePlan(model, *[None] * 6, {"a": 1})
+    mask = torch.ones(2)
+    unused = (None, None, {}, False, None)  # inference_context to inference_params
+    for plan in (
+        model.build_schedule_plan(*[None] * 5, *unused, mask, None, output_processor=None),
+        TransformerModelChunkSchedulePlan(model, *[None] * 6, {}, False, mask, name="one"),
+    ):
+        assert plan.state.loss_mask is mask
     with pytest.raises(ValueError, match="no embedding"):
         model(None)

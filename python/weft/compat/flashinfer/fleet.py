@@ -140,6 +140,12 @@ class Fleet:
         size, rank = self._bootstrap.world_size, self._bootstrap.rank
         check(len(active) == size, f"mask has {len(active)} numbers (expected {size})")
         check(active[rank], f"mask[{rank}] = 0 is this rank (expected another)")
+        status = self._status()
+        for other in range(size):  # all of it, or nothing
+            lost = f"mask[{other}] = 1 is lost (it has to come back first)"
+            check(not active[other] or other not in self.buffer.lost_ranks(), lost)
+            there = f"mask[{other}] = 1 is not connected"
+            check(not active[other] or status[other] >= 0, there)
         for other in set(range(size)) - {rank}:
             self.buffer.update_mask_buffer(other, mask=not active[other])
         self._known = self._active()
@@ -155,9 +161,13 @@ class Fleet:
 
     def _active(self) -> list[int]:
         """[world_size] 1 for ranks that take part."""
+        return [int(one == 0) for one in self._status()[: self._bootstrap.world_size]]
+
+    def _status(self) -> list[int]:
+        """Of `query_mask_buffer`."""
         status = torch.empty(self.capacity, dtype=torch.int32, device="cpu")
         self.buffer.query_mask_buffer(status)
-        return (status[: self._bootstrap.world_size] == 0).to(torch.int32).tolist()
+        return status.tolist()
 
     def _check_tolerance(self, name: str) -> None:
         if self._tolerance is None:

@@ -366,6 +366,10 @@ class Buffer(DeepEPBuffer):
             elif is_connected:
                 self._masked.add(rank_to_mask)
 
+    def lost_ranks(self) -> frozenset[int]:
+        """Local. Ranks that a call was lost to, until they are connected anew."""
+        return frozenset(self._lost)
+
     def query_mask_buffer(self, mask_status: Tensor) -> None:
         """Local. Fills mask_status int32 [num_ranks]: 0 for ranks that take part, 1 for those that
         are masked or lost, -1 for those that are not connected."""

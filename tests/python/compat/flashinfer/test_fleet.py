@@ -106,6 +106,9 @@ def masks(rank, num_ranks, group, has_group, folder):
             assert fleet.query_active_mask().tolist() == [1, 1, 0] and fleet.query_fault()
             fleet.clear_faults(readmit=True)
             assert fleet.query_active_mask().tolist() == [1, 1, 0] and not fleet.query_fault()
+            with pytest.raises(weft.InvalidArgument, match="mask.2. = 1 is lost"):
+                fleet.set_active_mask([int(other != 1 - rank) for other in range(3)])
+            assert fleet.query_active_mask().tolist() == [1, 1, 0]  # nothing of it is done
             step(case, fleet, [0, 1])
         gather(group, None)
         fleet.destroy()
