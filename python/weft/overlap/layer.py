@@ -195,24 +195,16 @@ class ModelChunk(nn.Module):
         inference_params: Any = None,
         loss_mask: Any = None,
         padding_mask: Any = None,
-        *,
-        name: str = "",
         **others: Any,
     ) -> TransformerModelChunkSchedulePlan:
-        """The plan of one micro-batch, by Megatron-LM's arguments. name: for the record of the
-        issue order.
+        """The plan of one micro-batch, by Megatron-LM's arguments. others: those of the plan by
+        keyword.
 
         Raises NotImplementedError for what is of no use here, unless it is None, False or {}, and
         AssertionError for settings that `check_overlap` refuses.
         """
-        refuse_unused(
-            inference_context=inference_context,
-            packed_seq_params=packed_seq_params,
-            extra_block_kwargs=extra_block_kwargs,
-            runtime_gather_output=runtime_gather_output,
-            inference_params=inference_params,
-            padding_mask=padding_mask,
-            **others,
-        )
-        texts = (input_ids, position_ids, attention_mask, decoder_input, labels)
-        return TransformerModelChunkSchedulePlan(self, *texts, loss_mask=loss_mask, name=name)
+        refuse_unused(inference_context=inference_context, inference_params=inference_params)
+        first = (input_ids, position_ids, attention_mask, decoder_input, labels)
+        unused = (packed_seq_params, extra_block_kwargs, runtime_gather_output)
+        masks = (loss_mask, padding_mask)
+        return TransformerModelChunkSchedulePlan(self, *first, *unused, *masks, **others)
