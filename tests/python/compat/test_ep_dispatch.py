@@ -139,6 +139,30 @@ def test_rows_of_another_width_return(ranks, do_expand, multiple):
     ranks(another_width, 3, do_expand, multiple)
 
 
+def another_width_on_one_rank(rank, num_ranks, group, is_known):
+    """They are told of calls out of step, and not left to their deadlines."""
+    case = Case(rank, num_ranks, group, (7, 0, 12)).gather()
+    buffer = buffer_of(group, case)
+    rows, _, _, handle, _ = buffer.dispatch(case.x, case.idx, num_experts=case.experts)
+    wide = rows.repeat(1, 2)
+    want, _, _ = buffer.combine(rows, handle)
+    if is_known:
+        buffer.combine(wide, handle)
+    is_other = rank == num_ranks - 1
+    told = "dispatch: rank 0 calls combine" if is_other else "combine: rank 2 calls dispatch"
+    with pytest.raises(weft.Error, match=told):
+        buffer.combine(wide if is_other else rows, handle)
+    with pytest.raises(weft.Error, match="dtype of x = "):
+        buffer.dispatch(case.x.repeat(1, 1 + is_other), handle=handle)
+    out, _, _ = buffer.combine(rows, handle)
+    assert same_bits(out, want)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_rows_of_another_width_on_one_rank(ranks, is_known):
+    ranks(another_width_on_one_rank, 3, is_known)
+
+
 def expand(rank, num_ranks, group, do_cpu_sync, multiple):
     case = Case(rank, num_ranks, group, (7, 0, 12), fp8=True).gather()
     buffer = buffer_of(group, case, allow_multiple_reduction=multiple, deterministic=True)

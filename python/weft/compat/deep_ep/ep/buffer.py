@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Group
+from weft import Group, Plan
 from weft.streams import known_to
 
 from .. import comm
@@ -347,9 +347,10 @@ class EPBuffer(ExpertCopies, BufferBase):
     def _returns_of_width(self, call: Call, handle: EPBufferHandle, hidden: int) -> Returns:
         """Collective. How rows of another width return than dispatch has sent, such as those that
         experts make of packed ones."""
+        returns, topk = handle.returns, handle.ids.size(1)
+        call.by(returns.plan, then="plan")
+        _agree(returns.plan)
         if hidden not in handle.of_width:
-            returns, topk = handle.returns, handle.ids.size(1)
-            call.by(returns.plan, then="plan")
             most = max(handle.num_max_tokens_per_rank, 1)
             most *= self._places_per_token(topk, handle.do_expand)
             key = (hidden, handle.num_experts, handle.sources.device)
@@ -375,9 +376,9 @@ class EPBuffer(ExpertCopies, BufferBase):
     ) -> tuple[Tensor, Tensor | None, EventOverlap] | EventOverlap:
         """Collective. Rows as `dispatch` returned them, summed into their tokens, unweighted.
 
-        x [rows, H] bf16, fp16 or fp32, with do_expand of any number of rows; H may be another than
-        that of dispatch, which takes one more plan. topk_weights fp32 like those of `dispatch`;
-        bias: one or two [T, H].
+        x [rows, H] bf16, fp16 or fp32, with do_expand of any number of rows. H may be another than
+        that of dispatch, on all ranks: that takes one more plan, and outside of a capture the host
+        waits for the GPU. topk_weights fp32 like those of `dispatch`; bias: one or two [T, H].
         Sums are in fp32: of the biases, then of what each rank has, ranks in the order of the last
         choice that goes to them; rounded once. With do_expand a rank first adds up its rows in the
         order of choices, and rounds; or all rows are added in the order of choices, rounded once,
@@ -452,6 +453,20 @@ def _by_place(
         return handle.sum_of_rows(x), weights
     weights = None if topk_weights is None else handle.fitted(topk_weights).view(-1, 1)
     return handle.fitted(x), weights
+
+
+def _agree(plan: Plan) -> None:
+    """Collective. Ranks that make another call by the plan instead, such as a combine of rows of
+    its own width, raise, as this one does: calls have come out of step. Nothing in a capture."""
+    exchange = plan.exchange
+    on_gpu = exchange.device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return
+    nothing = torch.zeros((plan.num_tokens, 16), dtype=torch.uint8, device=exchange.device)
+    exchange.dispatch(plan, nothing)
+    if on_gpu:
+        torch.cuda.current_stream(exchange.device).synchronize()
+        plan.calls.check()
 
 
 @without_gradients
