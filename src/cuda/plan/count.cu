@@ -1,30 +1,69 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts a routing by topk_idx in one launch without memory of its own: each block reads all
-// choices, but counts only its share of the experts, ranks and hosts, in shared memory, and marks
-// the ranks of its share of the tokens. Before: exchange/count_routing.cpp; after: the caller.
+// Counts a routing by topk_idx in one launch without memory of its own: each block of a cluster
+// counts what its share of the tokens chooses, in shared memory, and marks their ranks; then the
+// blocks add up what all have counted. GPUs before Hopper have no clusters: one block does it all.
+// Before: exchange/count_routing.cpp; after: the caller.
+#include <cooperative_groups.h>
+
 #include "cuda/device/kernel.cuh"
 #include "cuda/device/lanes.cuh"
 #include "cuda/plan/count.hpp"
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define WEFT_COUNTING_CLUSTER __cluster_dims__(weft::kBlocks)
+#else
+#define WEFT_COUNTING_CLUSTER
+#endif
+
 namespace weft {
+
+constexpr int kBlocks = 8;  // as many as a cluster has everywhere
+
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kBlocks = 32;    // a guess: more of them read more, fewer have more to mark each
-constexpr int kAhead = 8;      // choices that a thread reads at a time; a guess
-constexpr int64_t kBits = 64;  // ranks, or hosts, that a thread looks at together
+constexpr int kAhead = 8;              // choices that a thread reads at a time; a guess
+constexpr int64_t kBits = 64;          // ranks, or hosts, that a thread looks at together
+constexpr int64_t kMostCounts = 4096;  // of experts, ranks or hosts at a time: 16 KB
 
-// Numbers first .. last of something, which this block has.
+// The blocks that count together.
+class Blocks {
+ public:
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  static constexpr int kCount = kBlocks;
+
+  static __device__ void sync() {
+    cooperative_groups::this_cluster().sync();
+  }
+  // Of all blocks, the sum of what lies at the same place of shared memory.
+  static __device__ int32_t sum(int32_t* counted) {
+    int32_t sum = 0;
+#pragma unroll
+    for (unsigned block = 0; block < kCount; ++block) {
+      sum += *cooperative_groups::this_cluster().map_shared_rank(counted, block);
+    }
+    return sum;
+  }
+#else
+  static constexpr int kCount = 1;
+
+  static __device__ void sync() {
+    __syncthreads();
+  }
+  static __device__ int32_t sum(const int32_t* counted) {
+    return *counted;
+  }
+#endif
+};
+
+// A block's share of the numbers 0 .. total - 1.
 struct Share {
   int64_t first;
   int64_t last;
 
   __device__ explicit Share(int64_t total)
-      : first(total * blockIdx.x / gridDim.x), last(total * (blockIdx.x + 1) / gridDim.x) {}
-  [[nodiscard]] __device__ bool has(int64_t number) const {
-    return number >= first && number < last;
-  }
-  [[nodiscard]] __device__ int64_t size() const { return last - first; }
+      : first(total * blockIdx.x / Blocks::kCount),
+        last(total * (blockIdx.x + 1) / Blocks::kCount) {}
 };
 
 template <class Index>
@@ -68,115 +107,141 @@ __device__ uint64_t bits_of(int topk, int64_t first, const Of& of) {
   return bits;
 }
 
-// All threads of a block: how many tokens go to each of the share's ranks, or hosts.
-// of(token's routes, k) is the rank or host of a choice, -1 for none.
-template <class Index, class Of>
-__device__ void count_tokens(
-    const CountLaunch& call, const Share& share, int32_t* counts, const Of& of
-) {
-  for (int64_t first = share.first; first < share.last; first += kBits) {
-    const auto num_bits = static_cast<int>(min(share.last - first, kBits));
-    for (int64_t begin = 0; begin < call.num_tokens; begin += kThreads) {
-      const int64_t token = begin + threadIdx.x;
-      uint64_t bits = 0;
-      if (token < call.num_tokens) {
-        const TokenRoutes<Index> routes(call, token);
-        bits = bits_of(call.topk, first, [&](int k) { return of(routes, k); });
+// All threads of all blocks count something of which there are `total`: count(first, last, counts)
+// adds to counts[i - first] what this block has counted of number i.
+template <class Count>
+__device__ void count_all(int64_t total, int32_t* out, const Count& count) {
+  __shared__ int32_t counts[kMostCounts];
+  for (int64_t first = 0; first < total; first += kMostCounts) {
+    const int64_t here = min(total - first, kMostCounts);
+    for (int64_t i = threadIdx.x; i < here; i += kThreads) {
+      counts[i] = 0;
+    }
+    __syncthreads();
+    count(first, first + here, counts);
+    Blocks::sync();
+    const Share share(here);
+    for (int64_t i = share.first + threadIdx.x; i < share.last; i += kThreads) {
+      out[first + i] = Blocks::sum(counts + i);
+    }
+    Blocks::sync();  // nobody reads them any more
+  }
+}
+
+// A thread reads several choices at a time, its neighbours those beside them.
+template <class Index>
+__device__ void count_choices(const CountLaunch& call, const Share& tokens) {
+  count_all(call.num_experts, call.per_expert, [&](int64_t first, int64_t last, int32_t* counts) {
+    const auto* idx = static_cast<const Index*>(call.topk_idx);
+    const int64_t end = tokens.last * call.topk;
+    for (int64_t at = tokens.first * call.topk + threadIdx.x; at < end; at += kAhead * kThreads) {
+      int64_t chosen[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int64_t choice = at + i * kThreads;
+        chosen[i] = choice < end ? static_cast<int64_t>(idx[choice]) : -1;
       }
-      for (int bit = 0; bit < num_bits; ++bit) {
-        const int num_here = __popc(__ballot_sync(kAllLanes, (bits >> bit & 1) != 0));
-        if (num_here > 0 && lane_index() == 0) {
-          atomicAdd(counts + (first + bit - share.first), num_here);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (chosen[i] >= first && chosen[i] < last) {
+          atomicAdd(counts + (chosen[i] - first), 1);
         }
       }
     }
-  }
+  });
 }
 
-// All threads of a block. A thread reads several choices at a time, its neighbours those beside
-// them.
-template <class Index>
-__device__ void count_choices(const CountLaunch& call, const Share& experts, int32_t* counts) {
-  const auto* idx = static_cast<const Index*>(call.topk_idx);
-  const int64_t total = call.num_tokens * call.topk;
-  for (int64_t begin = threadIdx.x; begin < total; begin += kAhead * kThreads) {
-    int64_t chosen[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int64_t at = begin + i * kThreads;
-      chosen[i] = at < total ? static_cast<int64_t>(idx[at]) : -1;
-    }
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (experts.has(chosen[i])) {
-        atomicAdd(counts + (chosen[i] - experts.first), 1);
+// How many tokens go to each of `total` ranks, or hosts. of(token's routes, k) is the rank or host
+// of a choice, -1 for none; see(token, first, bits) hears which of the numbers first .. first + 63
+// a token has.
+template <class Index, class Of, class See>
+__device__ void count_tokens(
+    const CountLaunch& call,
+    const Share& tokens,
+    int64_t total,
+    int32_t* out,
+    const Of& of,
+    const See& see
+) {
+  count_all(total, out, [&](int64_t begin, int64_t end, int32_t* counts) {
+    for (int64_t first = begin; first < end; first += kBits) {
+      const auto num_bits = static_cast<int>(min(end - first, kBits));
+      for (int64_t base = tokens.first; base < tokens.last; base += kThreads) {
+        const int64_t token = base + threadIdx.x;
+        uint64_t bits = 0;
+        if (token < tokens.last) {
+          const TokenRoutes<Index> routes(call, token);
+          bits = bits_of(call.topk, first, [&](int k) { return of(routes, k); });
+          see(token, first, bits);
+        }
+        for (int bit = 0; bit < num_bits; ++bit) {
+          const int num_here = __popc(__ballot_sync(kAllLanes, (bits >> bit & 1) != 0));
+          if (num_here > 0 && lane_index() == 0) {
+            atomicAdd(counts + (first + bit - begin), num_here);
+          }
+        }
       }
     }
-  }
+  });
 }
 
-template <class Index>
-__device__ void mark_ranks(const CountLaunch& call, int64_t token) {
-  const TokenRoutes<Index> routes(call, token);
-  bool* const marks = call.is_token_in_rank + token * call.num_ranks;
-  for (int64_t first = 0; first < call.num_ranks; first += kBits) {
-    const uint64_t bits = bits_of(call.topk, first, [&](int k) { return routes.rank(k); });
-    const auto num_bits = static_cast<int>(min(call.num_ranks - first, kBits));
+// Marks the ranks first .. first + 63 of a token, of those that there are.
+__device__ void mark_ranks(const CountLaunch& call, int64_t token, int64_t first, uint64_t bits) {
+  constexpr int kInWord = 8;
+  bool* const marks = call.is_token_in_rank + token * call.num_ranks + first;
+  const auto num_bits = static_cast<int>(min(call.num_ranks - first, kBits));
+  const bool is_aligned = reinterpret_cast<uintptr_t>(marks) % kInWord == 0;
+  if (!is_aligned || call.num_ranks % kInWord != 0) {
     for (int bit = 0; bit < num_bits; ++bit) {
-      marks[first + bit] = (bits >> bit & 1) != 0;
+      marks[bit] = (bits >> bit & 1) != 0;
     }
+    return;
   }
-}
-
-// All threads of a block. `counts` [share.size()].
-__device__ void store(const Share& share, const int32_t* counts, int32_t* out) {
-  for (int64_t i = threadIdx.x; i < share.size(); i += kThreads) {
-    out[share.first + i] = counts[i];
+  for (int begin = 0; begin < num_bits; begin += kInWord) {
+    uint64_t word = 0;
+#pragma unroll
+    for (int bit = 0; bit < kInWord; ++bit) {
+      word |= (bits >> (begin + bit) & 1) << (8 * bit);
+    }
+    *reinterpret_cast<uint64_t*>(marks + begin) = word;
   }
 }
 
 template <class Index>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads) WEFT_COUNTING_CLUSTER
     count_routing_kernel(const __grid_constant__ CountLaunch call) {
-  extern __shared__ int32_t counts[];
-  const Share experts(call.num_experts);
-  const Share ranks(call.num_ranks);
-  const Share hosts(call.per_host == nullptr ? 0 : call.num_hosts);
-  const Share tokens(call.num_tokens);
-  int32_t* const of_ranks = counts + experts.size();
-  int32_t* const of_hosts = of_ranks + ranks.size();
-  for (int64_t i = threadIdx.x; i < experts.size() + ranks.size() + hosts.size(); i += kThreads) {
-    counts[i] = 0;
+  if (blockIdx.x >= Blocks::kCount) {
+    return;
   }
-  __syncthreads();
-  count_choices<Index>(call, experts, counts);
   using Routes = TokenRoutes<Index>;
-  count_tokens<Index>(call, ranks, of_ranks, [](const Routes& routes, int k) {
-    return routes.rank(k);
-  });
-  count_tokens<Index>(call, hosts, of_hosts, [](const Routes& routes, int k) {
-    return routes.host(k);
-  });
-  for (int64_t token = tokens.first + threadIdx.x; token < tokens.last; token += kThreads) {
-    mark_ranks<Index>(call, token);
-  }
-  __syncthreads();
-  store(experts, counts, call.per_expert);
-  store(ranks, of_ranks, call.per_rank);
-  store(hosts, of_hosts, call.per_host);
+  const Share tokens(call.num_tokens);
+  count_choices<Index>(call, tokens);
+  count_tokens<Index>(
+      call,
+      tokens,
+      call.num_ranks,
+      call.per_rank,
+      [](const Routes& routes, int k) { return routes.rank(k); },
+      [&](int64_t token, int64_t first, uint64_t bits) { mark_ranks(call, token, first, bits); }
+  );
+  count_tokens<Index>(
+      call,
+      tokens,
+      call.per_host == nullptr ? 0 : call.num_hosts,
+      call.per_host,
+      [](const Routes& routes, int k) { return routes.host(k); },
+      [](int64_t /*token*/, int64_t /*first*/, uint64_t /*bits*/) {}
+  );
 }
 
 }  // namespace
 
 void launch_count_routing(const CountLaunch& call, int gpu, void* stream) {
   const CudaDeviceGuard guard(gpu);
-  const auto share = [](int32_t total) { return total / kBlocks + 1; };
-  const int32_t counts = share(call.num_experts) + share(call.num_ranks) + share(call.num_hosts);
   Kernel<CountLaunch> kernel = {count_routing_kernel<int64_t>, kThreads};
   if (call.index_bytes == sizeof(int32_t)) {
     kernel.function = count_routing_kernel<int32_t>;
   }
-  kernel.shared_bytes = counts * static_cast<int>(sizeof(int32_t));
   launch(kernel, kBlocks, call, static_cast<cudaStream_t>(stream));
 }
 
