@@ -34,7 +34,9 @@ class DispatchPush {
     num_chunks_ = num_device_chunks(num_tokens_);
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
     const int most = team_warps(call.payload.row_bytes, num_tokens_);
-    const bool is_hurried = Routes::kIsEager || !call.one_row || call.place != Place::kPrimarySlot;
+    const bool is_waited_for =
+        call.me.num_ranks > 1 && !(call.one_row && call.place == Place::kPrimarySlot);
+    const bool is_hurried = Routes::kIsEager || is_waited_for;
     const int warps = is_hurried ? most : least_team_warps(most, num_chunks_, block.count);
     chunk_shift_ = __ffs(chunk_tokens_) - 1;
     team_ = make_team(warps, block.index, block.count);
