@@ -14,12 +14,6 @@
 
 namespace weft {
 
-// Two elements, the first in the low byte.
-__device__ inline uint16_t to_fp8(float2 values, Quantise kind) {
-  const __nv_fp8_interpretation_t format = kind == Quantise::kE5M2 ? __NV_E5M2 : __NV_E4M3;
-  return __nv_cvt_float2_to_fp8x2(values, __NV_SATFINITE, format);
-}
-
 // All lanes of a warp copy `bytes` of any number, four at a time where everything is aligned to
 // four.
 __device__ __forceinline__ void copy_bytes_warp(
@@ -48,15 +42,15 @@ using LaneValues = float[kLaneElements];
 
 // --- formats: lanes of a group find its scale, and each packs its elements ---
 
-// Eight FP8 numbers. quantise(value): what is rounded.
-template <class Quantised>
-__device__ __forceinline__ uint64_t
-pack_fp8(const LaneValues& values, Quantise kind, const Quantised& quantised) {
+// Eight FP8 numbers, the first in the low byte. quantised(value): what is rounded.
+template <__nv_fp8_interpretation_t kFormat, class Quantised>
+__device__ __forceinline__ uint64_t pack_fp8(const LaneValues& values, const Quantised& quantised) {
   uint64_t packed = 0;
 #pragma unroll
   for (int i = 0; i < kLaneElements; i += 2) {
     const float2 pair = {quantised(values[i]), quantised(values[i + 1])};
-    packed |= static_cast<uint64_t>(to_fp8(pair, kind)) << (8 * i);
+    const uint16_t two = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, kFormat);
+    packed |= static_cast<uint64_t>(two) << (8 * i);
   }
   return packed;
 }
@@ -74,9 +68,19 @@ class Fp8Rows {
   [[nodiscard]] __device__ __forceinline__ float scale(float largest) const {
     return scale_of(largest, payload_.quantise, payload_.scale_rule);
   }
+  // The common case executes few instructions: where there are few rows, to fetch them takes most of
+  // the time.
   [[nodiscard]] __device__ __forceinline__ uint64_t
   pack(const LaneValues& values, float scale) const {
-    return pack_fp8(values, payload_.quantise, [&](float value) { return value / scale; });
+    const Divisor divisor(scale);
+    const auto quotient = [&](float value) { return value / scale; };
+    if (payload_.quantise == Quantise::kE5M2) [[unlikely]] {
+      return pack_fp8<__NV_E5M2>(values, quotient);
+    }
+    if (!divisor.has_product()) [[unlikely]] {
+      return pack_fp8<__NV_E4M3>(values, quotient);
+    }
+    return pack_fp8<__NV_E4M3>(values, [&](float value) { return divisor.product(value); });
   }
   // Of the group whose first lane this is.
   __device__ __forceinline__ void store_scale(std::byte* target, int32_t group, float scale) const {
@@ -115,7 +119,7 @@ struct Mxfp8Rows : BlockRows {
   }
   [[nodiscard]] static __device__ __forceinline__ uint64_t
   pack(const LaneValues& values, const BlockScale& scale) {
-    return pack_fp8(values, Quantise::kE4M3, [&](float value) {
+    return pack_fp8<__NV_E4M3>(values, [&](float value) {
       return product_of(value, scale.factor);
     });
   }

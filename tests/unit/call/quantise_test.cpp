@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <set>
@@ -11,6 +12,7 @@
 #include "call/mxfp8.hpp"
 #include "call/nvfp4.hpp"
 #include "call/scale_layout.hpp"
+#include "core/fp8.hpp"
 #include "core/half.hpp"
 #include "support/fp8.hpp"
 
@@ -82,6 +84,61 @@ TEST(ScaleTest, TakesABytePerUe8m0AndFourElse) {
   EXPECT_EQ(bytes(ScaleRule::kExact), 4);
   EXPECT_EQ(bytes(ScaleRule::kClamped), 4);
   EXPECT_EQ(bytes(ScaleRule::kPowerOfTwo), 4);
+}
+
+// All pairs of mantissas: of a group's largest magnitude, and of a number down to 2^-19 of that.
+TEST(DivisorTest, GivesTheBitsOfDivision) {
+  for (const Quantise kind : {Quantise::kE4M3, Quantise::kE5M2}) {
+    for (const int exponent : {-50, 0, 20}) {
+      for (int mantissa = 128; mantissa < 256; ++mantissa) {
+        const auto largest = std::ldexp(static_cast<float>(mantissa), exponent);
+        const float scale = scale_of(largest, kind, ScaleRule::kExact);
+        const Divisor divisor(scale);
+        ASSERT_TRUE(divisor.has_product()) << scale;
+        for (int bits = 128; bits < 256; ++bits) {
+          for (int below = 0; below < 20; ++below) {
+            const auto value = std::ldexp(static_cast<float>(bits), exponent - below);
+            ASSERT_EQ(divisor.product(value), value / scale) << value << " / " << scale;
+            ASSERT_EQ(divisor.product(-value), -value / scale);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(DivisorTest, GivesTheBitsOfDivisionByTheLeastClampedScale) {
+  const float scale = scale_of(0, Quantise::kE4M3, ScaleRule::kClamped);
+  const Divisor divisor(scale);
+  for (float value = 0x1p-40F; value < 1e-4F; value = std::nextafter(value, 1.0F)) {
+    value = std::bit_cast<float>((std::bit_cast<uint32_t>(value) + 0xffffU) & 0xffff0000U);
+    ASSERT_EQ(divisor.product(value), value / scale) << value;
+  }
+}
+
+TEST(DivisorTest, KeepsTheSignOfZeroAndWhatIsNoNumber) {
+  const Divisor divisor(3.0F);
+  EXPECT_EQ(std::bit_cast<uint32_t>(divisor.product(0.0F)), 0U);
+  EXPECT_EQ(std::bit_cast<uint32_t>(divisor.product(-0.0F)), 1U << 31);
+  EXPECT_TRUE(std::isnan(divisor.product(std::numeric_limits<float>::quiet_NaN())));
+}
+
+// Smaller quotients are zero in FP8, and so are their products.
+TEST(DivisorTest, GivesZeroWhereDivisionDoes) {
+  const float scale = scale_of(0x1p-60F, Quantise::kE4M3, ScaleRule::kExact);
+  const Divisor divisor(scale);
+  ASSERT_TRUE(divisor.has_product());
+  for (float value = 0x1p-60F; value != 0; value /= 2) {
+    ASSERT_EQ(float_to_fp8(divisor.product(value), kFp8E4M3), float_to_fp8(value / scale, kFp8E4M3))
+        << value;
+  }
+}
+
+TEST(DivisorTest, KnowsWhichDivisorsItLeavesToDivision) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const float divisor : {0x1p-71F, 0x1p-149F, 0x1p71F, infinity, infinity - infinity}) {
+    EXPECT_FALSE(Divisor(divisor).has_product()) << divisor;
+  }
 }
 
 TEST(BlockScaleTest, FindsTheLargestMagnitudeOrNaN) {
