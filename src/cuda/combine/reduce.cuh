@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/combine/row_sum.cuh"
+#include "cuda/device/tagged.cuh"
 #include "cuda/layout/launch.hpp"
 
 namespace weft {
@@ -37,9 +38,10 @@ class CombineReduce {
 
   [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
 
-  // Weights that the tokens' ranks hand in, of every rank at once. False if the call is given up.
+  // Weights that the tokens' ranks hand in, of every rank at once, if they do not come as words of
+  // their own. False if the call is given up.
   [[nodiscard]] __device__ bool is_open() const {
-    if (kCopied || !call_.has_source_weights) {
+    if (kCopied || !call_.has_source_weights || call_.is_eager) {
       return true;
     }
     bool is_here = true;
@@ -64,7 +66,7 @@ class CombineReduce {
     Place place;
     ArrivalHead head = {};  // of lane i: of the i-th arrival
     int32_t row[kItemSteps] = {};
-    float scale[kItemSteps] = {};
+    uint64_t scale[kItemSteps] = {};  // with the call's epoch, as tagged.cuh has them
   };
 
   // The team's items.
@@ -110,8 +112,7 @@ class CombineReduce {
       if (shape_.has(step) && position < end) {
         numbers.row[step] = call_.plan.slots(static_cast<uint32_t>(place.source))[begin + position];
         if constexpr (kScaled) {
-          numbers.scale[step] =
-              scale_of_route(static_cast<uint32_t>(place.source), begin + position);
+          numbers.scale[step] = scale_of_route(place.source, begin + position);
         }
       }
     }
@@ -136,7 +137,15 @@ class CombineReduce {
             entry < item.count && ItemShape::position(step) - entry * max_topk_ < kept;
         item.used[step] = __ballot_sync(kAllLanes, is_used);
         item.row[step] = numbers.row[step];
-        item.scale[step] = numbers.scale[step];
+        if constexpr (kScaled) {
+          uint64_t scale = numbers.scale[step];
+          if (is_used && !is_of_call(scale, setup_.epoch)) {
+            scale = await_scale(place, ItemShape::position(step));
+          }
+          item.scale[step] = __uint_as_float(static_cast<uint32_t>(scale));
+          const bool is_here = !is_used || is_of_call(scale, setup_.epoch);
+          item.is_there = __all_sync(kAllLanes, is_here) && item.is_there;
+        }
       }
     }
     return item;
@@ -190,19 +199,39 @@ class CombineReduce {
   }
 
   // The factor of route `at` of a source: the plan holds it, or the token's rank has sent it for
-  // this call.
-  [[nodiscard]] __device__ __forceinline__ float scale_of_route(uint32_t source, int64_t at) const {
+  // this call, or still sends it.
+  [[nodiscard]] __device__ __forceinline__ uint64_t scale_of_route(int source, int64_t at) const {
+    const auto from = static_cast<uint32_t>(source);
     if (call_.scale == CombineScale::kPlanWeights) {
-      return call_.plan.weights(source)[at];
+      return tagged(setup_.epoch, __float_as_uint(call_.plan.weights(from)[at]));
+    }
+    if (call_.is_eager) {
+      return ptx::load_relaxed_sys(weight_word(source, at));
     }
     const int64_t arrival = at / max_topk_;
-    const int32_t k = call_.plan.origins(source)[at] & 0xff;
+    const int32_t k = call_.plan.origins(from)[at] & 0xff;
     const auto* weights = reinterpret_cast<const volatile float*>(
-        control_of(me_, me_.rank) + (call_.is_eager
-                                         ? me_.map.eager_weights_offset(setup_.epoch, source)
-                                         : me_.map.weights_offset(source))
+        control_of(me_, me_.rank) + me_.map.weights_offset(from)
     );
-    return k < max_topk_ ? weights[arrival * max_topk_ + k] : 0.0F;
+    const float weight = k < max_topk_ ? weights[arrival * max_topk_ + k] : 0.0F;
+    return tagged(setup_.epoch, __float_as_uint(weight));
+  }
+
+  [[nodiscard]] __device__ __forceinline__ const uint64_t* weight_word(int source, int64_t at)
+      const {
+    const auto from = static_cast<uint32_t>(source);
+    const int32_t token = call_.plan.heads(from)[at / max_topk_].token;
+    const int32_t k = min(call_.plan.origins(from)[at] & 0xff, max_topk_ - 1);
+    return routing_of(me_, me_.rank, setup_.epoch, source) + me_.map.routing().weights() +
+           token * max_topk_ + k;
+  }
+
+  // The same once it has come, of a position of an item; not of this call if that is given up.
+  [[nodiscard]] __device__ __noinline__ uint64_t
+  await_scale(const Place& place, int position) const {
+    const WaitSite site = {Op::kCombine, setup_.epoch, place.source, WaitFor::kSourceWeights};
+    const int64_t at = int64_t{place.arrivals.begin} * max_topk_ + position;
+    return await_tagged(me_, weight_word(place.source, at), site);
   }
 
   [[nodiscard]] __device__ __forceinline__ float* returned_to(int source) const {

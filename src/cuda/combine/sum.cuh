@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/combine/row_sum.cuh"
+#include "cuda/device/tagged.cuh"
 #include "cuda/layout/launch.hpp"
 
 namespace weft {
@@ -210,12 +211,22 @@ class CombineSum {
     return returned_ + route;
   }
 
-  // kSourceWeights: [arrival][k] to each rank the token went to; the last warp tells all ranks.
+  // kSourceWeights. Beside eager rows: words that each rank can read at once. Else [arrival][k] to
+  // each rank the token went to, and the last warp tells all ranks.
   __device__ void send_weights() const {
     const int lane = lane_index();
     const int num_warps = team_.count * team_.warps;
     const int warp = team_.index * team_.warps + team_.warp;
     for (int token = warp; token < num_tokens_; token += num_warps) {
+      float weight = given_weight(call_, call_.source_weights, token);
+      if (call_.source_idx != nullptr && lane < call_.topk) {
+        const auto route = static_cast<size_t>(token) * static_cast<uint32_t>(call_.topk) + lane;
+        weight = given_expert(call_.source_idx, call_.index_bytes, route) < 0 ? 0.0F : weight;
+      }
+      if (call_.is_eager) {
+        send_words(token, weight);
+        continue;
+      }
       float* mine = nullptr;
       if (lane < me_.num_ranks) {
         const int32_t arrival = arrival_[static_cast<int64_t>(token) * me_.num_ranks + lane];
@@ -223,13 +234,30 @@ class CombineSum {
           mine = setup_.weights[lane] + static_cast<int64_t>(arrival) * max_topk_;
         }
       }
-      float weight = given_weight(call_, call_.source_weights, token);
-      if (call_.source_idx != nullptr && lane < call_.topk) {
-        const auto route = static_cast<size_t>(token) * static_cast<uint32_t>(call_.topk) + lane;
-        weight = given_expert(call_.source_idx, call_.index_bytes, route) < 0 ? 0.0F : weight;
-      }
       store_weights(mine, weight, call_.topk);
     }
+    if (!call_.is_eager) {
+      tell_ranks(num_warps);
+    }
+  }
+
+  // Lane k has the weight of route k of a token.
+  __device__ __forceinline__ void send_words(int token, float weight) const {
+    if (lane_index() >= call_.topk) {
+      return;
+    }
+    const int at = token * max_topk_ + lane_index();
+    for (int offset = 0; offset < me_.num_ranks; ++offset) {
+      const int next = me_.rank + 1 + offset;
+      const int rank = next < me_.num_ranks ? next : next - me_.num_ranks;
+      uint64_t* words = routing_of(me_, rank, setup_.epoch, me_.rank) + me_.map.routing().weights();
+      store_tagged(words + at, setup_.epoch, __float_as_uint(weight));
+    }
+  }
+
+  // The last of the warps that have stored weights raises the signals.
+  __device__ __forceinline__ void tell_ranks(int num_warps) const {
+    const int lane = lane_index();
     __syncwarp();
     uint32_t is_last = 0;
     if (lane == 0) {

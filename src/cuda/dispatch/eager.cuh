@@ -94,8 +94,11 @@ class EagerFanOut {
     }
     const int items = num_items(me_, setup_, me_.num_ranks);
     const int parts = num_parts(items);
-    for (int index = warp_; index < items * parts; index += num_warps_) {
-      const ChunkItem item = item_at(me_, me_.num_ranks, index / parts);
+    // What travels beside a row has a warp of its own, if there is one.
+    const int all_parts =
+        has_extras(call_) && (parts + 1) * items <= num_warps_ ? parts + 1 : parts;
+    for (int index = warp_; index < items * all_parts; index += num_warps_) {
+      const ChunkItem item = item_at(me_, me_.num_ranks, index / all_parts);
       if (item.chunk >= setup_.tokens[item.source]) {
         continue;
       }
@@ -108,11 +111,16 @@ class EagerFanOut {
       if (!wait_reached_warp(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
         return;
       }
-      const int part = index % parts;
-      if (!move_row(*this, records, slice_of(part, parts, row_bytes_, Mover::kPiece), mover)) {
-        return;
+      const int part = index % all_parts;
+      if (part == parts) {
+        find_slots(records);
+      } else {
+        const Slice slice = slice_of(part, parts, row_bytes_, Mover::kPiece);
+        if (!move_row(*this, records, slice, mover)) {
+          return;
+        }
       }
-      if (part == 0) {
+      if (part == all_parts - 1) {
         move_extras(records);
       }
     }
@@ -161,22 +169,14 @@ class EagerFanOut {
 
   __device__ __forceinline__ void move_extras(const ArrivalRecords& records) const {
     const DeviceControlMap& map = me_.map;
-    if (call_.out_weights != nullptr) {
-      const auto source = static_cast<uint32_t>(records.source);
-      const auto* weights =
-          reinterpret_cast<const float*>(own() + map.eager_weights_offset(setup_.epoch, source));
-      extras_.move_weights(records, weights + records.chunk * static_cast<int>(map.max_topk));
-    }
-    if (call_.out_scales != nullptr) {
-      const std::byte* scales = own() + map.eager_scales_offset(setup_.epoch);
-      extras_.move_scales(records, scales + place(records) * call_.payload.staged_scale_bytes());
-    }
-    if (call_.out_sources != nullptr) {
-      extras_.store_sources(records);
-    }
-    if (call_.out_experts != nullptr) {
-      extras_.store_experts(records);
-    }
+    const auto source = static_cast<uint32_t>(records.source);
+    const std::byte* weights = own() + map.eager_weights_offset(setup_.epoch, source);
+    const std::byte* scales = own() + map.eager_scales_offset(setup_.epoch);
+    extras_.move(
+        records,
+        reinterpret_cast<const float*>(weights) + records.chunk * static_cast<int>(map.max_topk),
+        scales + place(records) * call_.payload.staged_scale_bytes()
+    );
   }
 
   [[nodiscard]] __device__ __forceinline__ const std::byte* own() const {

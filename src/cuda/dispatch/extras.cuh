@@ -2,7 +2,8 @@
 // What dispatch writes besides rows of tokens: a warp puts the weights, scale rows, sources
 // and experts of an item's arrivals where they belong, loading everything of an item before it
 // stores anything, so that it waits for memory once; and it zeroes the padding between an expert's
-// last row and the end of its block. fan_out.cuh and eager.cuh call it.
+// last row and the end of its block. Where an arrival has one row and that is there already, a part
+// of a warp does so much for an item. fan_out.cuh and eager.cuh call it.
 #pragma once
 
 #include "call/scale_layout.hpp"
@@ -11,7 +12,8 @@
 
 namespace weft {
 
-// What the plan says of the arrivals that one chunk of one source's tokens made here.
+// What the plan says of the arrivals that one chunk of one source's tokens made here. Lane: of
+// those that have the item.
 struct ArrivalRecords {
   bool is_there = false;
   int32_t source = 0;
@@ -64,37 +66,134 @@ __device__ __forceinline__ void tell_counts(const DispatchLaunch& call) {
 
 class DispatchExtras {
  public:
-  __device__ explicit DispatchExtras(const DispatchLaunch& call) : call_(call) {
+  // So many lanes, a power of two, have an item. They are a whole warp, but where an arrival has
+  // one row (rank_major).
+  __device__ explicit DispatchExtras(const DispatchLaunch& call, int lanes = kWarpLanes)
+      : call_(call), lanes_(lanes), lane_(lane_index() & (lanes - 1)) {
     const auto bits = reinterpret_cast<uintptr_t>(call.out_scales) |
                       static_cast<uintptr_t>(call.payload.scale_bytes);
     is_wide_ = bits % sizeof(uint4) == 0 && call.scale_layout == ScaleLayout::kByRow;
     has_words_ = bits % sizeof(uint32_t) == 0;
   }
 
-  // `weights` [count, max_topk] as they were pushed.
+  // `weights` [count, max_topk] and `scales`, rows of staged_scale_bytes(), as they were pushed.
+  __device__ __forceinline__ void move(
+      const ArrivalRecords& records, const float* weights, const std::byte* scales
+  ) const {
+    if (call_.one_row) {
+      add_to_rows(records, weights);
+    } else {
+      if (call_.out_weights != nullptr) {
+        move_weights(records, weights);
+      }
+      if (call_.out_sources != nullptr) {
+        store_sources(records);
+      }
+    }
+    if (call_.out_scales != nullptr) {
+      move_scales(records, scales);
+    }
+  }
+
+ private:
+  // Whether arrival `i` has a row for this lane.
+  [[nodiscard]] __device__ __forceinline__ bool has_route(const ArrivalRecords& records, int i)
+      const {
+    return i < records.count && lane_ < records.num_routes[i];
+  }
+  // Whether it has any.
+  [[nodiscard]] static __device__ __forceinline__ bool has_row(
+      const ArrivalRecords& records, int i
+  ) {
+    return i < records.count && records.num_routes[i] > 0;
+  }
+
   __device__ __forceinline__ void move_weights(const ArrivalRecords& records, const float* weights)
       const {
-    const int64_t max_topk = call_.plan.map.max_topk;
-    const int lane = lane_index();
     float weight[kMaxChunkTokens];
 #pragma unroll
     for (int i = 0; i < kMaxChunkTokens; ++i) {
-      const int32_t k = call_.one_row ? lane : records.k(i);
-      const bool is_wanted =
-          call_.one_row ? i < records.count && lane < call_.topk : has_route(records, i);
-      weight[i] = is_wanted ? load_fresh(weights + i * max_topk + k) : 0.0F;
+      const float* of_arrival = weights + i * int64_t{call_.plan.map.max_topk};
+      weight[i] = has_route(records, i) ? load_fresh(of_arrival + records.k(i)) : 0.0F;
     }
 #pragma unroll
     for (int i = 0; i < kMaxChunkTokens; ++i) {
-      if (call_.one_row) {
-        store_row_weights(records, i, weight[i]);
-      } else if (has_route(records, i)) {
+      if (has_route(records, i)) {
         call_.out_weights[records.slot[i]] = weight[i];
       }
     }
   }
 
-  // `staged` likewise, rows of staged_scale_bytes().
+  __device__ __forceinline__ void store_sources(const ArrivalRecords& records) const {
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      if (has_route(records, i)) {
+        store_source(records, i, records.slot[i]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_source(const ArrivalRecords& records, int i, int64_t row)
+      const {
+    int32_t* to = call_.out_sources + 2 * row;
+    to[0] = records.source;
+    to[1] = records.token[i];
+  }
+
+  // rank_major: the row of a token has the weights of all of its routes, zero where not kept here,
+  // and what each of them means here.
+  __device__ __forceinline__ void add_to_rows(const ArrivalRecords& records, const float* weights)
+      const {
+    const bool has_weights = call_.out_weights != nullptr;
+    const bool has_experts = call_.out_experts != nullptr;
+    const bool is_choice = lane_ < call_.topk;
+    float weight[kMaxChunkTokens];
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      const float* of_arrival = weights + i * int64_t{call_.plan.map.max_topk};
+      const bool is_wanted = has_weights && i < records.count && is_choice;
+      weight[i] = is_wanted ? load_fresh(of_arrival + lane_) : 0.0F;
+    }
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      const int64_t row = row_of(records, i);
+      const bool is_route = (has_weights || has_experts) && has_route(records, i);
+      const auto k = static_cast<uint32_t>(is_route ? records.k(i) : 0);
+      const uint32_t kept = or_of_lanes(is_route ? 1U << k : 0U);
+      const bool is_kept = (kept >> static_cast<uint32_t>(lane_) & 1U) != 0;
+      if (!has_row(records, i)) {
+        continue;
+      }
+      const int64_t first = row * call_.topk;
+      if (has_weights && is_choice) {
+        call_.out_weights[first + lane_] = is_kept ? weight[i] : 0.0F;
+      }
+      if (has_experts && is_route) {
+        call_.out_experts[first + k] = records.origin[i] >> 8;
+      }
+      if (has_experts && is_choice && !is_kept) {
+        call_.out_experts[first + lane_] = -1;
+      }
+      if (call_.out_sources != nullptr && lane_ == 0) {
+        store_source(records, i, row);
+      }
+    }
+  }
+
+  // rank_major: of arrival `i`, if it has one.
+  [[nodiscard]] __device__ __forceinline__ int64_t
+  row_of(const ArrivalRecords& records, int i) const {
+    return __shfl_sync(kAllLanes, records.slot[i], 0, lanes_);
+  }
+
+  // Over those that have the same item.
+  [[nodiscard]] __device__ __forceinline__ uint32_t or_of_lanes(uint32_t bits) const {
+    for (int step = 1; step < lanes_; step *= 2) {
+      bits |= __shfl_xor_sync(kAllLanes, bits, step);
+    }
+    return bits;
+  }
+
   __device__ __forceinline__ void move_scales(
       const ArrivalRecords& records, const std::byte* staged
   ) const {
@@ -107,60 +206,6 @@ class DispatchExtras {
     }
   }
 
-  __device__ __forceinline__ void store_sources(const ArrivalRecords& records) const {
-#pragma unroll
-    for (int i = 0; i < kMaxChunkTokens; ++i) {
-      if (has_route(records, i) && (!call_.one_row || lane_index() == 0)) {
-        int32_t* to = call_.out_sources + int64_t{2} * records.slot[i];
-        to[0] = records.source;
-        to[1] = records.token[i];
-      }
-    }
-  }
-
-  // rank_major: what each of the token's routes means here.
-  __device__ __forceinline__ void store_experts(const ArrivalRecords& records) const {
-    const int lane = lane_index();
-#pragma unroll
-    for (int i = 0; i < kMaxChunkTokens; ++i) {
-      if (i >= records.count || records.num_routes[i] == 0) {
-        continue;
-      }
-      int32_t expert = -1;
-      for (int route = 0; route < records.num_routes[i]; ++route) {
-        const int32_t origin = __shfl_sync(kAllLanes, records.origin[i], route);
-        expert = (origin & 0xff) == lane ? origin >> 8 : expert;
-      }
-      const int64_t row = __shfl_sync(kAllLanes, records.slot[i], 0);
-      if (lane < call_.topk) {
-        call_.out_experts[row * call_.topk + lane] = expert;
-      }
-    }
-  }
-
- private:
-  // Whether arrival `i` has a row for this lane.
-  [[nodiscard]] static __device__ __forceinline__ bool has_route(
-      const ArrivalRecords& records, int i
-  ) {
-    return i < records.count && lane_index() < records.num_routes[i];
-  }
-
-  // rank_major: one row with the weights of all of its token's routes, zero where not kept here.
-  __device__ __forceinline__ void store_row_weights(
-      const ArrivalRecords& records, int i, float weight
-  ) const {
-    const int lane = lane_index();
-    const uint32_t kept = __reduce_or_sync(
-        kAllLanes, has_route(records, i) ? 1U << static_cast<uint32_t>(records.k(i)) : 0U
-    );
-    const int64_t row = __shfl_sync(kAllLanes, records.slot[i], 0);
-    if (kept != 0 && lane < call_.topk) {
-      const bool is_kept = (kept >> static_cast<uint32_t>(lane) & 1U) != 0;
-      call_.out_weights[row * call_.topk + lane] = is_kept ? weight : 0.0F;
-    }
-  }
-
   template <class Unit>
   __device__ __forceinline__ void copy_scales(
       const ArrivalRecords& records, const std::byte* staged
@@ -168,20 +213,28 @@ class DispatchExtras {
     const auto units =
         static_cast<int>(call_.payload.scale_bytes / static_cast<int64_t>(sizeof(Unit)));
     const int64_t stride = call_.payload.staged_scale_bytes();
-    for (int first = 0; first < units; first += kWarpLanes) {
-      const int at = first + lane_index();
+    for (int first = 0; first < units; first += lanes_) {
+      const int at = first + lane_;
       Unit values[kMaxChunkTokens];
 #pragma unroll
       for (int i = 0; i < kMaxChunkTokens; ++i) {
-        if (i < records.count && records.num_routes[i] > 0 && at < units) {
+        if (has_row(records, i) && at < units) {
           values[i] = load_fresh(reinterpret_cast<const Unit*>(staged + i * stride) + at);
         }
       }
 #pragma unroll
       for (int i = 0; i < kMaxChunkTokens; ++i) {
-        const bool is_target = has_route(records, i) && (!call_.one_row || lane_index() == 0);
+        if (call_.one_row) {
+          const int64_t row = row_of(records, i);
+          if (has_row(records, i) && at < units) {
+            const ScalePlace place = scale_place(call_, static_cast<int32_t>(row), sizeof(Unit));
+            *reinterpret_cast<Unit*>(place.first + at * place.step) = values[i];
+          }
+          continue;
+        }
         const ScalePlace place = scale_place(call_, records.slot[i], sizeof(Unit));
-        for_each_target({is_target ? place.first : nullptr, nullptr}, [&](std::byte* to) {
+        const Targets targets = {has_route(records, i) ? place.first : nullptr, nullptr};
+        for_each_target(targets, [&](std::byte* to) {
           if (at < units) {
             *reinterpret_cast<Unit*>(to + at * place.step) = values[i];
           }
@@ -200,6 +253,8 @@ class DispatchExtras {
   }
 
   const DispatchLaunch& call_;
+  int lanes_;
+  int lane_;  // among them
   bool is_wide_;
   bool has_words_;
 };

@@ -22,15 +22,13 @@ class ArrivedItems {
   __device__ ArrivedItems(const DispatchLaunch& call, const CallSetup& setup)
       : call_(call), setup_(setup) {}
 
-  // All lanes of a warp wait until the item is here. Returns false if the call is given up.
-  [[nodiscard]] __device__ __forceinline__ bool wait(const ArrivalRecords& records) const {
-    if constexpr (kCopied) {
-      return true;
-    }
-    const RankView& me = call_.me;
-    const auto slot = me.map.signals().dispatch(records.source, records.chunk);
-    const WaitSite site = {Op::kDispatch, setup_.epoch, records.source, WaitFor::kRows};
-    return wait_reached_warp(me, signal_of(me, me.rank, slot), setup_.epoch, site);
+  // One lane, or all lanes of a warp, wait until the item is here. False if the call is given up.
+  [[nodiscard]] __device__ __forceinline__ bool wait(int source, int chunk) const {
+    return kCopied || wait_reached(call_.me, signal(source, chunk), setup_.epoch, site_of(source));
+  }
+  [[nodiscard]] __device__ __forceinline__ bool wait_warp(int source, int chunk) const {
+    return kCopied ||
+           wait_reached_warp(call_.me, signal(source, chunk), setup_.epoch, site_of(source));
   }
 
   // Whether rows lie there too.
@@ -64,6 +62,13 @@ class ArrivedItems {
   }
 
  private:
+  [[nodiscard]] __device__ __forceinline__ const uint32_t* signal(int source, int chunk) const {
+    const RankView& me = call_.me;
+    return signal_of(me, me.rank, me.map.signals().dispatch(source, chunk));
+  }
+  [[nodiscard]] __device__ __forceinline__ WaitSite site_of(int source) const {
+    return {Op::kDispatch, setup_.epoch, source, WaitFor::kRows};
+  }
   [[nodiscard]] __device__ __forceinline__ int64_t place(const ArrivalRecords& records) const {
     return setup_.received_base[records.source] + records.begin;
   }
@@ -81,7 +86,7 @@ class DispatchFanOut {
   // `block`: of those that have this role from the start. The blocks that push join them later, as
   // kJoining.
   __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup, RoleBlock block)
-      : call_(call), setup_(setup), me_(call.me), items_(call, setup), extras_(call) {
+      : call_(call), setup_(setup), me_(call.me), items_(call, setup) {
     is_joining_ = block.index == kJoining;
     warp_ = block.index + warp_in_block() * block.count;
     num_warps_ = kMoverWarps * block.count;
@@ -95,25 +100,26 @@ class DispatchFanOut {
   template <class Mover>
   __device__ void run(Mover& mover) {
     const int items = num_items(me_, setup_, num_sources_);
-    if (!kCopied && call_.one_row && !items_.has_rows() && !has_extras(call_)) {
-      wait_for_all(items);
-      return;
-    }
-    // Padding comes first, which waits for nothing.
-    const int padding = num_padding_parts(call_);
-    int index = is_joining_ ? next_item(0) : warp_;
-    Records next = load_records(index - padding, items);
     if (!is_joining_) {
       clear_experts(call_, warp_, num_warps_);
       if (warp_ == 0) {
         tell_counts(call_);
       }
     }
+    if (!kCopied && call_.one_row && !items_.has_rows()) {
+      has_extras(call_) ? add_to_rows(items) : wait_for_all(items);
+      return;
+    }
+    const DispatchExtras extras(call_);
+    // Padding comes first, which waits for nothing.
+    const int padding = num_padding_parts(call_);
+    int index = is_joining_ ? next_item(0) : warp_;
+    Records next = load_records(index - padding, items, lane_index());
     while (index < padding + items) {
       const int taken = index;
       const Records records = next;
       index = next_item(index);
-      next = load_records(index - padding, items);
+      next = load_records(index - padding, items, lane_index());
       if (taken < padding) {
         zero_padding(call_, taken);
         continue;
@@ -121,23 +127,14 @@ class DispatchFanOut {
       if (!records.is_there) {
         continue;
       }
-      if (!items_.wait(records)) {
+      if (!items_.wait_warp(records.source, records.chunk)) {
         return;
       }
       if (records.source != me_.rank && !move_rows(*this, records, mover)) {
         return;
       }
-      if (call_.out_weights != nullptr) {
-        extras_.move_weights(records, items_.weights(records));
-      }
-      if (call_.out_scales != nullptr) {
-        extras_.move_scales(records, items_.scales(records));
-      }
-      if (call_.out_sources != nullptr) {
-        extras_.store_sources(records);
-      }
-      if (call_.out_experts != nullptr) {
-        extras_.store_experts(records);
+      if (has_extras(call_)) {
+        extras.move(records, items_.weights(records), items_.scales(records));
       }
     }
   }
@@ -189,23 +186,51 @@ class DispatchFanOut {
     return num_warps_ + static_cast<int>(__shfl_sync(kAllLanes, taken, 0));
   }
 
-  // Where rows have come to their places: the call still ends only when all are there. A lane waits
+  // Where rows have come to their places, what travels beside them is still to be added. It is
+  // little, so that the time goes into waiting for memory: a warp has several items at a time, each
+  // by as many lanes as a token has choices, or some more.
+  __device__ void add_to_rows(int items) {
+    constexpr int kLeastLanes = 8;  // a guess
+    int lanes = kLeastLanes;
+    while (lanes < call_.topk) {
+      lanes *= 2;
+    }
+    const DispatchExtras extras(call_, lanes);
+    const int lane = lane_index() & (lanes - 1);
+    const int at_a_time = kWarpLanes / lanes;
+    const int part = lane_index() / lanes;
+    int index = is_joining_ ? next_item(0) : warp_;
+    Records next = load_records(index * at_a_time + part, items, lane);
+    while (index * at_a_time < items) {
+      const Records records = next;
+      index = next_item(index);
+      next = load_records(index * at_a_time + part, items, lane);
+      const bool is_waiting = lane == 0 && records.is_there;
+      const bool is_here = !is_waiting || items_.wait(records.source, records.chunk);
+      if (!__all_sync(kAllLanes, is_here)) {
+        return;
+      }
+      __syncwarp();  // what one lane acquired is every lane's now
+      extras.move(records, items_.weights(records), items_.scales(records));
+    }
+  }
+
+  // The same with nothing to be added: the call still ends only when all are there. A lane waits
   // for one item at a time.
   __device__ __forceinline__ void wait_for_all(int items) const {
     const int lanes = num_warps_ * kWarpLanes;
     for (int i = warp_ * kWarpLanes + lane_index(); !is_joining_ && i < items; i += lanes) {
       const ChunkItem item = item_at(me_, num_sources_, i);
-      if (item.chunk < num_device_chunks(setup_.tokens[item.source])) {
-        const auto slot = me_.map.signals().dispatch(item.source, item.chunk);
-        const WaitSite site = {Op::kDispatch, setup_.epoch, item.source, WaitFor::kRows};
-        if (!wait_reached(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
-          return;
-        }
+      if (item.chunk < num_device_chunks(setup_.tokens[item.source]) &&
+          !items_.wait(item.source, item.chunk)) {
+        return;
       }
     }
   }
 
-  [[nodiscard]] __device__ __forceinline__ Records load_records(int index, int items) const {
+  // What `lane` of those that have an item knows of it.
+  [[nodiscard]] __device__ __forceinline__ Records
+  load_records(int index, int items, int lane) const {
     Records records;
     if (index < 0 || index >= items) {
       return records;
@@ -221,7 +246,6 @@ class DispatchFanOut {
     const ChunkArrivals arrivals = arrivals_of(call_.plan, item.source, item.chunk);
     records.begin = arrivals.begin;
     records.count = arrivals.end - arrivals.begin;
-    const int lane = lane_index();
 #pragma unroll
     for (int i = 0; i < kMaxChunkTokens; ++i) {
       const int64_t arrival = arrivals.begin + i;
@@ -249,7 +273,6 @@ class DispatchFanOut {
   int max_topk_;
   int num_sources_;
   ArrivedItems<kCopied> items_;
-  DispatchExtras extras_;
   int64_t row_bytes_;
 };
 

@@ -14,7 +14,7 @@
 //   also
 //               arrivals [num_ranks] and routes [num_experts] int32
 //   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, k): of dispatch, or of
-//               kSourceWeights
+//               kSourceWeights where rows are not eager
 //   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
 //   stamp       uint64 of the exchange, written by the owner when the exchange is made
 //   eager       [2 parities] eager rows, of calls that write before any handshake has come: rows,
@@ -22,7 +22,7 @@
 //               that makes its plan orders them by (source, token), combine as in staging and
 //               `returned`, or by (token, k) where a row returns for each route, if there is room
 //   routing     [2 parities][num_ranks]  RoutingMap: all routing of a source, for a plan that every
-//               rank makes by itself
+//               rank makes by itself; or only its weights, of kSourceWeights beside eager rows
 //   eager slots [num_ranks][max_tokens * max_topk]  EagerSlot: where eager rows go on this rank
 //   copied      [2 areas][num_ranks]  CopiedRows of a source, brought by its copy engines
 //

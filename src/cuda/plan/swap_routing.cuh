@@ -4,68 +4,11 @@
 // epoch of their call. dispatch/eager.cuh reads sizes in the same way.
 #pragma once
 
-#include "cuda/device/wait.cuh"
+#include "cuda/device/tagged.cuh"
 #include "cuda/plan/read_routing.cuh"
 #include "cuda/plan/shared.cuh"
 
 namespace weft {
-
-// 64 bits that hold a value and, in the upper half, the epoch of its call: who sees the epoch has
-// the value, so that neither end needs a fence.
-__device__ __forceinline__ void store_tagged(uint64_t* to, uint32_t epoch, uint32_t value) {
-  ptx::store_relaxed_sys(to, uint64_t{epoch} << 32 | value);
-}
-
-__device__ __forceinline__ bool is_of_call(uint64_t word, uint32_t epoch) {
-  return static_cast<uint32_t>(word >> 32) == epoch;
-}
-
-// One thread waits until *from is of the site's call; it returns 0 if the call is given up. The
-// function is not inlined: it is called in many places, nearly always with the value there already.
-__device__ __noinline__ uint64_t
-await_tagged(const RankView& me, const uint64_t* from, const WaitSite& site) {
-  // The handshakes are awaited elsewhere, and their timeout says more than one here: so this wait
-  // is twice as long.
-  constexpr uint32_t kPatience = 2;
-  const uint64_t begin = ptx::nanoseconds();
-  for (;;) {
-    uint64_t seen = 0;
-    for (int i = 0; i < 32; ++i) {
-      seen = ptx::load_relaxed_sys(from);
-      if (is_of_call(seen, site.epoch)) {
-        return seen;
-      }
-    }
-    if (is_stopped(me)) {
-      return 0;
-    }
-    if (ptx::nanoseconds() - begin > kPatience * me.timeout_ns) {
-      raise_timeout(me, site, static_cast<uint32_t>(seen >> 32), site.epoch);
-      return 0;
-    }
-    __nanosleep(me.poll_ns);
-  }
-}
-
-// One thread gets the value at `from`, where it has read `seen`. Returns false if the call is given
-// up.
-__device__ __forceinline__ bool wait_tagged(
-    const RankView& me, const uint64_t* from, const WaitSite& site, uint64_t seen, uint32_t& value
-) {
-  if (!is_of_call(seen, site.epoch)) {
-    seen = await_tagged(me, from, site);
-  }
-  value = static_cast<uint32_t>(seen);
-  return is_of_call(seen, site.epoch);
-}
-
-// Where the routing of `source` lies in the memory of `rank`.
-__device__ __forceinline__ uint64_t* routing_of(
-    const RankView& me, int rank, uint32_t epoch, int source
-) {
-  const uint64_t offset = me.map.routing_offset(epoch, static_cast<uint32_t>(source));
-  return reinterpret_cast<uint64_t*>(control_of(me, rank) + offset);
-}
 
 // All threads of a planning block send this rank's routing to the block's share of the ranks.
 __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch) {
