@@ -27,6 +27,17 @@ DEADLINE = 60.0  # seconds a call may take
 after_call: list = []  # in a process of a rank: what undoes changes that outlive its call
 
 
+def device_of(rank: int):
+    """Where the tensors of a rank are: on a GPU where there is one, which ranks may share."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def _load(path: str):
     """The test module of a file, once per process."""
     name = "ranks_" + path.replace("/", "_").replace(".", "_")

@@ -5,13 +5,17 @@ place: what holds for the first has to hold for the second."""
 import ast
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
 import torch
+
+from packages import skip_without
+
+skip_without("nemo_automodel", "nemo-automodel")
 
 PACKAGE = "nemo_automodel.components.moe.megatron"
 NAMES = ("fused_a2a", "token_dispatcher")
@@ -55,9 +59,11 @@ def in_place(whose: str) -> Iterator[tuple[ModuleType, ModuleType]]:
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """What Automodel's own code asks of a GPU on its way is answered."""
-    no_wait = patch.object(torch.cuda, "synchronize", lambda device=None: None)
-    with no_wait, patch.object(torch.cuda, "get_device_capability", lambda: (9, 0)):
+    """What Automodel's own code asks of a GPU on its way is answered where there is none."""
+    answers = {"synchronize": lambda device=None: None, "get_device_capability": lambda: (9, 0)}
+    with ExitStack() as stack:
+        if not torch.cuda.is_available():
+            stack.enter_context(patch.multiple(torch.cuda, **answers))
         yield
 
 

@@ -2,14 +2,18 @@
 """NeMo Automodel's own token dispatcher, as it comes from PyPI, over Weft, and Weft's in its place:
 what docs/automodel.md promises.
 
-Automodel's runs unchanged, on CPU tensors. Expert e multiplies its rows by 1 + e.
+Automodel's runs unchanged, on GPUs where there are any. Expert e multiplies its rows by 1 + e.
 """
 
 import automodel_modules as automodel
 import pytest
 import torch
 
+from ranks import device_of
+
 HIDDEN, EXPERTS, TOPK = 64, 8, 3
+# Of sums that nearly cancel; a GPU adds up in another order.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-3 if torch.cuda.is_available() else 1e-4}
 
 
 def inputs(rank: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -50,7 +54,7 @@ def make(module, group, backend, **settings):
 
 def layer(dispatcher, own, x, experts, probs):
     rows, counts, row_probs = dispatcher.token_permutation2(x, x.size(0), probs, experts)
-    factors = torch.repeat_interleave(1.0 + torch.tensor(own), counts)
+    factors = torch.repeat_interleave(1.0 + torch.tensor(own), counts.cpu()).to(rows.device)
     rows = rows * (factors * row_probs).unsqueeze(-1)
     return dispatcher.token_unpermutation(rows)
 
@@ -58,13 +62,13 @@ def layer(dispatcher, own, x, experts, probs):
 def run_dispatcher(rank, num_ranks, group, whose, backend, num_tokens, settings):
     _, module = automodel.modules(whose)
     dispatcher, own = make(module, group, backend, **settings)
-    x, experts, probs = inputs(rank, num_tokens[rank])
+    x, experts, probs = (t.to(device_of(rank)) for t in inputs(rank, num_tokens[rank]))
     x.requires_grad_()
     probs.requires_grad_()
     with automodel.without_gpu():
         out = layer(dispatcher, own, x, experts, probs)
-        out.backward(torch.arange(1.0, 1 + HIDDEN).expand(out.shape))
-    return [out.detach(), x.grad, probs.grad]
+        out.backward(torch.arange(1.0, 1 + HIDDEN, device=x.device).expand(out.shape))
+    return [tensor.detach().cpu() for tensor in (out, x.grad, probs.grad)]
 
 
 CASES = [
@@ -83,7 +87,7 @@ def test_dispatcher_gives_what_dense_experts_give(ranks, whose, num_tokens, back
     found = ranks(run_dispatcher, 2, whose, backend, num_tokens, settings)
     for rank, tensors in enumerate(found):
         for tensor, wanted in zip(tensors, expected(rank, num_tokens[rank]), strict=True):
-            torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(tensor, wanted, **TOLERANCE)
 
 
 def run_static_routing(rank, num_ranks, group, whose):
@@ -97,14 +101,14 @@ def run_static_routing(rank, num_ranks, group, whose):
         asked.append(not options["non_blocking"])
         return real(buffer, **options)
 
-    x, experts, probs = inputs(rank, 6)
+    x, experts, probs = (tensor.to(device_of(rank)) for tensor in inputs(rank, 6))
     fused_a2a.HybridEPBuffer.dispatch_with_permute = noted
     try:
         with automodel.without_gpu():
             outs = [layer(dispatcher, own, x, experts, probs) for _ in range(3)]
     finally:
         fused_a2a.HybridEPBuffer.dispatch_with_permute = real
-    return [*outs, asked]
+    return [*(out.cpu() for out in outs), asked]
 
 
 @pytest.mark.parametrize("whose", automodel.WHOSE)
@@ -112,4 +116,4 @@ def test_static_routing_asks_once(ranks, whose):
     for rank, (*outs, asked) in enumerate(ranks(run_static_routing, 2, whose)):
         assert asked == [True, False, False]
         for out in outs:
-            torch.testing.assert_close(out, expected(rank, 6)[0], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(out, expected(rank, 6)[0], **TOLERANCE)

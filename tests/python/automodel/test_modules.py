@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import weft
+from ranks import device_of
 
 HIDDEN, EXPERTS, TOPK = 32, 8, 2
 
@@ -132,21 +133,21 @@ def prepared(rank, num_ranks, group, whose, settings):
     sizes = {"hidden_dim": HIDDEN, "dtype": torch.float32}
     assert manager_of(module, group).get_pipeline_runtime_initializers(**sizes) == ()
     (initializer,) = dispatcher.get_pipeline_runtime_initializers(**sizes)
-    manager, cpu = dispatcher._comm_manager, torch.device("cpu")
+    manager, device = dispatcher._comm_manager, device_of(rank)
     before = vars(manager).copy()
     runs, run = [], manager.initialize_runtime
     manager.initialize_runtime = lambda **given: (runs.append(given), run(**given))
 
     def capacity():
-        return fused_a2a.get_hybrid_ep_initialized_capacity((*initializer.signature, cpu))
+        return fused_a2a.get_hybrid_ep_initialized_capacity((*initializer.signature, device))
 
     with automodel.without_gpu():
-        initializer.prepare(num_tokens=(3, 600)[rank], device=cpu)  # the largest counts
+        initializer.prepare(num_tokens=(3, 600)[rank], device=device)  # the largest counts
         assert fused_a2a._hybrid_ep_buffer is not None
-        initializer.prepare(num_tokens=512, device=cpu)
+        initializer.prepare(num_tokens=512, device=device)
         found = [capacity(), len(runs)]
         with torch.inference_mode():  # where gradients are off
-            initializer.prepare(num_tokens=700, device=cpu)
+            initializer.prepare(num_tokens=700, device=device)
         found += [capacity(), len(runs), [given["num_tokens"] for given in runs]]
     del manager.initialize_runtime
     assert vars(manager).keys() == before.keys()
@@ -155,14 +156,14 @@ def prepared(rank, num_ranks, group, whose, settings):
     (other,) = dispatcher.get_pipeline_runtime_initializers(**others)
     assert other.resource_key == initializer.resource_key != other.signature
     with pytest.raises(RuntimeError, match="incompatible signature"):
-        other.prepare(num_tokens=1, device=cpu)
+        other.prepare(num_tokens=1, device=device)
     with pytest.raises(ValueError, match="positive token capacity, got 0"):
-        initializer.prepare(num_tokens=0, device=cpu)
+        initializer.prepare(num_tokens=0, device=device)
     for wrong in ({"num_tokens": 0}, {"hidden_dim": 0}):
         with pytest.raises(ValueError, match="must be positive, got 0"):
-            manager.initialize_runtime(**{"num_tokens": 1, **sizes, "device": cpu, **wrong})
+            manager.initialize_runtime(**{"num_tokens": 1, **sizes, "device": device, **wrong})
     with pytest.raises(TypeError, match="must be floating point, got torch.int64"):
-        manager.initialize_runtime(num_tokens=1, hidden_dim=1, dtype=torch.int64, device=cpu)
+        manager.initialize_runtime(num_tokens=1, hidden_dim=1, dtype=torch.int64, device=device)
     fused_a2a.reset_hybrid_ep_buffer()
     return found
 
@@ -184,7 +185,7 @@ def failed(rank, num_ranks, group, whose):
     manager.token_probs = kept = torch.ones(2)
     manager.combine = lambda *given: 1 / 0
     with automodel.without_gpu(), pytest.raises(ZeroDivisionError):
-        initializer.prepare(num_tokens=5, device=torch.device("cpu"))
+        initializer.prepare(num_tokens=5, device=device_of(rank))
     assert manager.token_probs is kept and manager.handle is None
     assert fused_a2a._hybrid_ep_initialized_capacity == 0
 

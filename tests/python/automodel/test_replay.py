@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from ranks import device_of
 from weft.dispatcher import MoEFlexTokenDispatcher, TokenDispatcherConfig
 
 HIDDEN, EXPERTS, TOPK = 64, 8, 3
@@ -44,6 +45,7 @@ def leaves(rank, num_tokens):
     scores = torch.randn(num_tokens, EXPERTS, generator=maker).softmax(-1)
     probs, experts = scores.topk(TOPK, dim=-1)
     experts[:1, 1:] = -1
+    x, probs, experts = (tensor.to(device_of(rank)) for tensor in (x, probs, experts))
     return x.requires_grad_(), probs.requires_grad_(), experts
 
 
@@ -85,7 +87,7 @@ def block(fused_a2a, name, group, x, probs, experts):
         rows, row_probs, _, counts, handle = fused_a2a.hybrid_ep_dispatch(
             x, is_chosen.any(1), dense, group, local
         )
-        ids = torch.repeat_interleave(torch.arange(local), counts)
+        ids = torch.repeat_interleave(torch.arange(local), counts.cpu()).to(x.device)
         factors = (row_probs * (2 + ids)).unsqueeze(1)
         x = fused_a2a.hybrid_ep_combine((rows * factors).tanh(), handle, counts.sum())
     return x
@@ -147,7 +149,10 @@ def recorded(rank, num_ranks, group, whose, name):
             assert len(made) == 4 and recorder.replay_misses == 2
     assert torch.equal(out, again) and torch.equal(out, past)
     handles = [entry[0] for entry in recorder._records]
-    rest = [list(entry[1:]) for entry in recorder._records]
+    rest = [
+        [value.cpu() if torch.is_tensor(value) else value for value in entry[1:]]
+        for entry in recorder._records
+    ]
     assert len(handles) == 2 and not any(t.requires_grad for t in rest[0] if torch.is_tensor(t))
     return rest
 
@@ -230,7 +235,8 @@ def by_expert(rank, num_ranks, group):
 
     def moe(x, probs, experts):
         rows, counts, row_probs = dispatcher.token_permutation2(x, x.size(0), probs, experts)
-        factors = torch.repeat_interleave(2.0 + torch.tensor(own), counts) * row_probs
+        each = torch.repeat_interleave(2.0 + torch.tensor(own), counts.cpu())
+        factors = each.to(x.device) * row_probs
         return dispatcher.token_unpermutation((rows * factors.unsqueeze(1)).tanh())
 
     plain = leaves(rank, 4 * rank)

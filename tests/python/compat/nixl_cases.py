@@ -101,7 +101,7 @@ def check_rows(case, recv_x, count, handle, members=None, num_ranks=None):
         lengths = [int(one) & 0xFFFFFFFF for one in layout_range[expert]]
         assert lengths == [sum(s == r for s, _, _ in want) for r in range(num_ranks)]
         for row, (source, token, _) in enumerate(want):
-            assert torch.equal(recv_x[expert, row], case.all_x[source][token])
+            assert torch.equal(recv_x[expert, row].cpu(), case.all_x[source][token])
 
 
 def sums(case, all_rows, members=None, masked=()):
@@ -116,7 +116,8 @@ def sums(case, all_rows, members=None, masked=()):
                 found = case.all_idx[source] == owner * case.local + local
                 for token, k in found.nonzero().tolist():
                     if source == case.rank:
-                        out[token] += all_rows[owner][local, row].float() * case.weights[token, k]
+                        weight = case.all_weights[source][token, k]
+                        out[token] += all_rows[owner][local, row].float() * weight
                     row += 1
     return out
 
@@ -141,8 +142,9 @@ def exchange(case, buffer, members=None, num_experts=None, masked=()):
         for rank in masked:
             buffer.update_mask_buffer(rank, mask=True)
         rows = [rows_of(rank, recv_x.shape) for rank in range(case.num_ranks)]
-        out, *_ = buffer.combine(rows[case.rank], case.idx, case.weights, handle)
+        own = rows[case.rank].to(case.x.device)
+        out, *_ = buffer.combine(own, case.idx, case.weights, handle)
         want = sums(case, rows, members, masked)
-        torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.02)
+        torch.testing.assert_close(out.float().cpu(), want, rtol=0.02, atol=0.02)
         for rank in masked:
             buffer.update_mask_buffer(rank)

@@ -3,6 +3,7 @@
 everything else that they import."""
 
 import importlib.machinery
+import linecache
 import re
 import sys
 import zipfile
@@ -64,7 +65,11 @@ def load(
                     module = stub(name, __file__=f"{wheel}/{file}")
                     module.__package__ = name.rpartition(".")[0]
                     sys.modules[name] = module
-                    exec(compile(packed.read(file), module.__file__, "exec"), vars(module))
+                    text = packed.read(file).decode()
+                    # Triton reads the sources of its kernels again.
+                    lines = text.splitlines(keepends=True)
+                    linecache.cache[module.__file__] = (len(text), None, lines, module.__file__)
+                    exec(compile(text, module.__file__, "exec"), vars(module))
                     _loaded[name] = module
         finally:
             weft.compat.uninstall(names)

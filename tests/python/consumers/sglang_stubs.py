@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's dispatchers of DeepEP and NIXL EP and its single-batch overlap from its wheel, and
-stand-ins for what they import and for streams."""
+stand-ins for what they import and, where there is no GPU, for streams."""
 
 import enum
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -98,7 +98,7 @@ class FixedRanks:
         return 0
 
 
-class Event:
+class HostEvent:
     """Shows what a CPU hides: that it is recorded before anybody waits for it, and when they do."""
 
     def __init__(self):
@@ -108,7 +108,7 @@ class Event:
         self.is_recorded = True
 
 
-class Stream:
+class HostStream:
     """The calling thread."""
 
     def wait_event(self, event):
@@ -203,22 +203,29 @@ STUBS = tuple(_stubs())
 
 
 @contextmanager
+def _streams():
+    """Those of CUDA, or stand-ins for them."""
+    gpu = SimpleNamespace(multi_processor_count=132)
+    host = SimpleNamespace(current_stream=HostStream)
+    stand_ins = {
+        "get_device_properties": lambda device: gpu,
+        "Event": HostEvent,
+        "Stream": HostStream,
+        "stream": lambda stream: nullcontext(),
+    }
+    with ExitStack() as stack:
+        if not torch.cuda.is_available():
+            stack.enter_context(patch.multiple(torch.cuda, **stand_ins))
+            stack.enter_context(patch.object(torch, "get_device_module", lambda: host))
+        yield
+
+
+@contextmanager
 def dispatchers(wheel: Path, **choices: object):
     """The modules deepep, deepep_v2, nixl and single_batch_overlap, with these `chosen` and no
     buffer yet."""
     _, *modules = load(wheel, _stubs(), MODULES, ["deep_ep"])
-    gpu = SimpleNamespace(multi_processor_count=132)
-    host = SimpleNamespace(current_stream=Stream)
-    with (
-        patch.multiple(chosen, buffers={}, **choices),
-        patch.multiple(
-            torch.cuda,
-            get_device_properties=lambda device: gpu,
-            Event=Event,
-            stream=lambda stream: nullcontext(),
-        ),
-        patch.object(torch, "get_device_module", lambda: host),
-    ):
+    with patch.multiple(chosen, buffers={}, **choices), _streams():
         weft.compat.install("nixl_ep", force=True)  # it is imported when a dispatcher is made
         try:
             yield modules

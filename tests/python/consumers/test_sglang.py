@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's own dispatchers over Weft, on two ranks, against a loop over the experts."""
+"""SGLang's own dispatchers over Weft, on two ranks, on GPUs also on one, against a loop over the
+experts."""
 
 import pytest
 import sglang_stubs
@@ -61,8 +62,8 @@ def deepep(rank, num_ranks, group, package, tokens, output, is_waiting):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("output", ["BF16", "FP8"])
 @pytest.mark.parametrize("is_waiting", [False, True])
-def test_deepep_prefill_and_decode(ranks, package, tokens, output, is_waiting):
-    ranks(deepep, 2, package, tokens, output, is_waiting)
+def test_deepep_prefill_and_decode(ranks, num_ranks, package, tokens, output, is_waiting):
+    ranks(deepep, num_ranks, package, tokens, output, is_waiting)
 
 
 def one_mode(rank, num_ranks, group, package, mode):
@@ -77,14 +78,14 @@ def one_mode(rank, num_ranks, group, package, mode):
 
 
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
-def test_deepep_in_one_mode(ranks, package, mode):
-    ranks(one_mode, 2, package, mode)
+def test_deepep_in_one_mode(ranks, num_ranks, package, mode):
+    ranks(one_mode, num_ranks, package, mode)
 
 
 def of_nvfp4(rank, num_ranks, group, package, tokens, has_hook):
     """Rows and scales as SGLang hands them to its grouped products."""
     layer = Layer(rank, group, hidden=HIDDEN, tokens=tokens)
-    scale = torch.tensor(448 * 6 / 8.0)
+    scale = torch.tensor(448 * 6 / 8.0, device=layer.device)
     with dispatchers(package, output="NVFP4", is_prefill=False) as (module, *_):
         mode = DeepEPMode.LOW_LATENCY
         dispatcher = make(module.DeepEPDispatcher, layer, group, mode, return_recv_hook=has_hook)
@@ -103,8 +104,8 @@ def of_nvfp4(rank, num_ranks, group, package, tokens, has_hook):
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_nvfp4_decode(ranks, package, tokens, has_hook):
-    ranks(of_nvfp4, 2, package, tokens, has_hook)
+def test_nvfp4_decode(ranks, num_ranks, package, tokens, has_hook):
+    ranks(of_nvfp4, num_ranks, package, tokens, has_hook)
 
 
 def with_v2(rank, num_ranks, group, package, tokens, is_prefill, expands, output):
@@ -143,8 +144,8 @@ def with_v2(rank, num_ranks, group, package, tokens, is_prefill, expands, output
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("output", ["BF16", "FP8"])
 @pytest.mark.parametrize("is_prefill, expands", [(True, None), (True, False), (False, None)])
-def test_deepep_v2(ranks, package, tokens, is_prefill, expands, output):
-    ranks(with_v2, 2, package, tokens, is_prefill, expands, output)
+def test_deepep_v2(ranks, num_ranks, package, tokens, is_prefill, expands, output):
+    ranks(with_v2, num_ranks, package, tokens, is_prefill, expands, output)
 
 
 def with_nixl(rank, num_ranks, group, package, tokens, output, has_hook, folder):
@@ -161,8 +162,8 @@ def with_nixl(rank, num_ranks, group, package, tokens, output, has_hook, folder)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("output", ["BF16", "FP8"])
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_nixl(ranks, package, tokens, output, has_hook, tmp_path):
-    ranks(with_nixl, 2, package, tokens, output, has_hook, str(tmp_path))
+def test_nixl(ranks, num_ranks, package, tokens, output, has_hook, tmp_path):
+    ranks(with_nixl, num_ranks, package, tokens, output, has_hook, str(tmp_path))
 
 
 def test_the_page_lists_the_stand_ins():

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's own low-latency dispatcher with single-batch overlap, over Weft on two ranks.
+"""SGLang's own low-latency dispatcher with single-batch overlap, over Weft on two ranks, on GPUs
+also on one.
 
 Its `compute_overlap_args` makes the signals and says what combine is given. The down projection is
-a thread of this file: it begins when combine has, and signals as DeepGEMM does on Hopper, by block
-of rows, or as FlashInfer does on Blackwell, by expert. What is not to be read is NaN.
+a thread of this file, which begins when combine has; on GPUs it is kernels on the current stream,
+while combine is on SGLang's other one. It signals as DeepGEMM does on Hopper, by block of rows, or
+as FlashInfer does on Blackwell, by expert. What is not to be read is NaN.
 """
 
 import threading
@@ -14,15 +16,16 @@ import pytest
 import sglang_stubs
 import torch
 from dense import Layer, plain
-from sglang_stubs import DeepEPMode, Stream, TopK, dispatchers, make
+from sglang_stubs import DeepEPMode, TopK, dispatchers, make
 
 from packages import wheel
 from weft import block_formats
 
 HIDDEN = 256
-NUM_MAX = 96  # tokens of a rank: blocks of 192 rows for each expert, up to three with a signal
+NUM_MAX = 96  # tokens of a rank: an expert's block has as many rows from each, up to three signals
 TOKENS = [(90, 37), (60, 0)]  # of the ranks
 STEP = 0.002  # seconds between two signals
+CYCLES = 2_000_000  # of a GPU, about half as long
 TILES = 5  # that make a block of rows whole on Hopper
 TOLERANCE = {"BF16": 0.05, "FP8": 0.3, "NVFP4": 1.0}
 SCALE = torch.tensor(448 * 6 / 8.0)  # of NVFP4
@@ -45,7 +48,8 @@ class Overlap:
         ]
 
     def _after_dispatch(self, dispatcher, output):
-        self.combine, self.down, self.shared = self.module.compute_overlap_args(output, Stream())
+        other = torch.cuda.Stream()
+        self.combine, self.down, self.shared = self.module.compute_overlap_args(output, other)
         dispatcher.set_overlap_args(
             combine_overlap_args=self.combine, meta_overlap_args=self.shared
         )
@@ -72,25 +76,46 @@ def rows_of(out, num_local):
     return block_formats.from_nvfp4(rows.permute(2, 0, 1), scales, SCALE).to(torch.bfloat16)
 
 
+class Kernels:
+    """In place of a thread: all that `target` gives to the current stream."""
+
+    def __init__(self, target):
+        self.start = target
+
+    def join(self):
+        pass
+
+
+def writer_of(overlap, steps):
+    """Who goes through the generator `steps`, with a pause wherever it yields."""
+    is_on_gpu = overlap.down.signal.is_cuda
+
+    def write():
+        assert is_on_gpu or overlap.down.start_event.awaited.wait(30)
+        for _ in steps:
+            torch.cuda._sleep(CYCLES) if is_on_gpu else time.sleep(STEP)
+
+    return Kernels(write) if is_on_gpu else threading.Thread(target=write)
+
+
 def down_by_block(overlap, made, counts, block):
     """DeepGEMM's masked product: returns its rows, which are not there yet, and who writes them."""
     late, signal = torch.full_like(made, float("nan")), overlap.down.signal
     num_blocks = -(-made.size(1) // block)
     overlap.down.start_event.record()
 
-    def write():
-        assert overlap.down.start_event.awaited.wait(30)
+    def steps():
         for expert, count in enumerate(counts.tolist()):
             for place in range(-(-count // block)):
                 own = slice(place * block, min((place + 1) * block, count))
                 mark = expert * num_blocks + place
                 signal[mark] = TILES - 1
-                time.sleep(STEP)
+                yield
                 late[expert, own] = made[expert, own]
                 signal[mark] = TILES
 
     overlap.shared |= {"block_m": block, "threshold": TILES}
-    return late, threading.Thread(target=write)
+    return late, writer_of(overlap, steps())
 
 
 def down_by_expert(overlap, made, counts):
@@ -98,15 +123,14 @@ def down_by_expert(overlap, made, counts):
     late, signal = torch.full_like(made, float("nan")), overlap.down.signal.view(torch.int32)
     overlap.down.start_event.record()
 
-    def write():
-        assert overlap.down.start_event.awaited.wait(30)
+    def steps():
         for expert, count in enumerate(counts.tolist()):
             signal[expert] = overlap.down.num_sms - 1
-            time.sleep(STEP)
+            yield
             late[expert, :count] = made[expert, :count]
             signal[expert] += 1
 
-    return late, threading.Thread(target=write)
+    return late, writer_of(overlap, steps())
 
 
 def down(overlap, block, made, counts):
@@ -133,7 +157,7 @@ def decode(layer, module, dispatcher, write=None):
 
 def overlapped(rank, num_ranks, group, package, tokens, output, block, has_hook):
     """block: rows of Hopper's blocks, 0 on Blackwell by expert, None there without signals."""
-    layer = Layer(rank, group, hidden=HIDDEN, tokens=tokens, num_local=2)
+    layer = Layer(rank, group, hidden=HIDDEN, tokens=tokens, num_local=4 // num_ranks)
     choices = {"output": output, "is_prefill": False, "num_max": NUM_MAX}
     choices |= {"is_blackwell": not block}
     choices |= {"runner": "flashinfer_cutedsl" if block == 0 else "deep_gemm"}
@@ -141,7 +165,8 @@ def overlapped(rank, num_ranks, group, package, tokens, output, block, has_hook)
         mode = DeepEPMode.LOW_LATENCY
         dispatcher = make(module.DeepEPDispatcher, layer, group, mode, return_recv_hook=has_hook)
         if output == "NVFP4":
-            dispatcher.set_quant_config({"input_global_scale": SCALE.repeat(layer.num_local)})
+            scales = SCALE.repeat(layer.num_local).to(layer.device)
+            dispatcher.set_quant_config({"input_global_scale": scales})
         wanted = decode(layer, module, dispatcher)
         layer.check(wanted, TOLERANCE[output])
         for _ in range(2):
@@ -157,17 +182,21 @@ def overlapped(rank, num_ranks, group, package, tokens, output, block, has_hook)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("output", ["BF16", "FP8"])
 @pytest.mark.parametrize("block", [64, 128])
-def test_on_hopper_combine_takes_blocks_as_they_come(ranks, package, tokens, output, block):
-    ranks(overlapped, 2, package, tokens, output, block, True)
+def test_on_hopper_combine_takes_blocks_as_they_come(
+    ranks, num_ranks, package, tokens, output, block
+):
+    ranks(overlapped, num_ranks, package, tokens, output, block, True)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("output", ["BF16", "NVFP4"])
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_on_blackwell_combine_takes_experts_as_they_come(ranks, package, tokens, output, has_hook):
-    ranks(overlapped, 2, package, tokens, output, 0, has_hook)
+def test_on_blackwell_combine_takes_experts_as_they_come(
+    ranks, num_ranks, package, tokens, output, has_hook
+):
+    ranks(overlapped, num_ranks, package, tokens, output, 0, has_hook)
 
 
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_beside_shared_experts_alone_nothing_is_waited_for(ranks, package, has_hook):
-    ranks(overlapped, 2, package, TOKENS[0], "FP8", None, has_hook)
+def test_beside_shared_experts_alone_nothing_is_waited_for(ranks, num_ranks, package, has_hook):
+    ranks(overlapped, num_ranks, package, TOKENS[0], "FP8", None, has_hook)

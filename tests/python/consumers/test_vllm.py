@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own classes over Weft, on two ranks, against a loop over the experts."""
+"""vLLM's own classes over Weft, on two ranks, on GPUs also on one, against a loop over the
+experts."""
 
 import pytest
 import torch
@@ -79,8 +80,8 @@ def high_throughput(rank, num_ranks, group, package, tokens, is_async):
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("is_async", [False, True])
-def test_high_throughput(ranks, package, tokens, is_async):
-    ranks(high_throughput, 2, package, tokens, is_async)
+def test_high_throughput(ranks, num_ranks, package, tokens, is_async):
+    ranks(high_throughput, num_ranks, package, tokens, is_async)
 
 
 def sizes_of(layer):
@@ -125,8 +126,8 @@ def low_latency(rank, num_ranks, group, package, tokens, is_async, is_fp8):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_low_latency(ranks, package, tokens, is_async, is_fp8):
-    ranks(low_latency, 2, package, tokens, is_async, is_fp8)
+def test_low_latency(ranks, num_ranks, package, tokens, is_async, is_fp8):
+    ranks(low_latency, num_ranks, package, tokens, is_async, is_fp8)
 
 
 def with_nixl(rank, num_ranks, group, package, tokens, is_async, is_fp8, folder):
@@ -149,8 +150,8 @@ def with_nixl(rank, num_ranks, group, package, tokens, is_async, is_fp8, folder)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_nixl(ranks, package, tokens, is_async, is_fp8, tmp_path):
-    ranks(with_nixl, 2, package, tokens, is_async, is_fp8, str(tmp_path))
+def test_nixl(ranks, num_ranks, package, tokens, is_async, is_fp8, tmp_path):
+    ranks(with_nixl, num_ranks, package, tokens, is_async, is_fp8, str(tmp_path))
 
 
 def elastic(rank, num_ranks, group, package, tokens, is_async, is_graph):
@@ -189,7 +190,7 @@ def elastic(rank, num_ranks, group, package, tokens, is_async, is_graph):
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("is_graph", [False, True])
-def test_elastic(ranks, package, tokens, is_async, is_graph):
+def test_elastic(ranks, num_ranks, package, tokens, is_async, is_graph):
     if is_graph:
         tokens = (max(tokens),) * 2  # vLLM pads the ranks of a graph to one number
-    ranks(elastic, 2, package, tokens, is_async, is_graph)
+    ranks(elastic, num_ranks, package, tokens, is_async, is_graph)

@@ -11,6 +11,7 @@ from loading import stand_ins
 from nixl_cases import HIDDEN, NUM_MAX, exchange, make_case
 
 from packages import wheel
+from ranks import device_of
 
 CAPACITY = 3
 
@@ -30,6 +31,8 @@ def made(module, rank, size, store):
 
 def elastic(rank, num_ranks, group, package, folder):
     case = make_case(rank, num_ranks, group)
+    given = (case.x, case.idx, case.weights)
+    case.x, case.idx, case.weights = (tensor.to(device_of(rank)) for tensor in given)
     sizes = {
         "max_num_tokens_per_dp_rank": NUM_MAX,
         "token_hidden_size": HIDDEN,

@@ -2,7 +2,8 @@
 """vLLM's classes over DeepEP and NIXL EP from its wheel, and stand-ins for what they import."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
@@ -71,9 +72,23 @@ class Kernel:
 
 def _globalise(ids, psum, num_ranks, offset, num_experts, count, *, topk, BLOCK):
     """What vLLM's kernel does: local experts become global ones, unused rows and others -1."""
-    rows = torch.arange(len(ids)).unsqueeze(1)
+    rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
     is_used = (ids >= 0) & (ids + offset < num_experts) & (rows < psum[num_ranks - 1])
     ids.copy_(torch.where(is_used, ids + offset, -1))
+
+
+def _triton() -> dict[str, object]:
+    """The real one where there are a GPU and Triton: vLLM's kernel then runs as it is."""
+    if torch.cuda.is_available() and find_spec("triton"):
+        import triton
+        import triton.language
+
+        return {"tl": triton.language, "triton": triton}
+    jit = Kernel(_globalise)
+    return {
+        "tl": SimpleNamespace(constexpr=int),
+        "triton": SimpleNamespace(jit=lambda _: jit, cdiv=lambda a, b: -(-a // b)),
+    }
 
 
 def _nothing(*_, **__):
@@ -127,12 +142,7 @@ def _stubs() -> dict[str, ModuleType]:
             "swizzle_mxfp8_scale": None,
         },
         "vllm.platforms": {"current_platform": SimpleNamespace(is_rocm=lambda: False)},
-        "vllm.triton_utils": {
-            "tl": SimpleNamespace(constexpr=int),
-            "triton": SimpleNamespace(
-                jit=lambda _: Kernel(_globalise), cdiv=lambda a, b: -(-a // b)
-            ),
-        },
+        "vllm.triton_utils": _triton(),
         "vllm.utils.math_utils": {
             "cdiv": lambda a, b: -(-a // b),
             "round_up": lambda a, b: -(-a // b) * b,
@@ -193,7 +203,10 @@ def managers(wheel: Path) -> Iterator[ModuleType]:
     module = load(wheel, stubs, modules, ["nixl_ep"])[-1]
     weft.compat.install("nixl_ep", force=True)
     try:
-        with in_place(stubs), patch.object(torch.accelerator, "synchronize"):
+        with ExitStack() as stack:
+            stack.enter_context(in_place(stubs))
+            if not torch.cuda.is_available():
+                stack.enter_context(patch.object(torch.accelerator, "synchronize"))
             yield module
     finally:
         weft.compat.uninstall("nixl_ep")

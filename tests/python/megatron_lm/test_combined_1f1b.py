@@ -7,15 +7,15 @@ rows that Weft received, which cannot be freed there. On GPUs the streams are it
 """
 
 from contextlib import nullcontext
-from importlib.util import find_spec
 
 import pytest
 import torch
 import torch.distributed as dist
 
-# Not imported here: over_weft.py is to come first.
-if torch.cuda.is_available() and not find_spec("megatron"):
-    pytest.skip("no megatron-core (see requirements.txt)", allow_module_level=True)
+from packages import skip_without
+from ranks import device_of
+
+skip_without("megatron", "megatron-core")  # not imported here: over_weft.py is to come first
 
 VOCABULARY, LENGTH, MICRO_BATCHES = 32, 6, 3
 
@@ -106,14 +106,12 @@ def both_ways(rank, num_ranks, backend, device):
         yield [loss.cpu() for loss in losses], gradients(model)
 
 
-def train(rank, num_ranks, group, backend, device_type):
+def train(rank, num_ranks, group, backend):
     """Losses and gradients of both."""
     from host_streams import host_streams
 
-    device, streams = torch.device("cpu"), host_streams()
-    if device_type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device, streams = device_of(rank), host_streams()
+    if device.type == "cuda":
         streams = torch._dynamo.config.patch(disable=True)
     with streams:
         found = list(both_ways(rank, num_ranks, backend, device))
@@ -123,8 +121,7 @@ def train(rank, num_ranks, group, backend, device_type):
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
 def test_losses_and_gradients_are_those_without_overlap(ranks, backend):
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    for (losses, grads), (woven_losses, woven_grads) in ranks(train, 2, backend, device_type):
+    for (losses, grads), (woven_losses, woven_grads) in ranks(train, 2, backend):
         assert len(losses) == MICRO_BATCHES and all(loss.isfinite().all() for loss in losses)
         assert all(torch.equal(a, b) for a, b in zip(losses, woven_losses, strict=True))
         assert any(".experts." in name for name in grads)

@@ -6,6 +6,10 @@ from dataclasses import fields
 import pytest
 import torch
 
+from packages import skip_without
+
+skip_without("megatron", "megatron-core")
+
 MODEL = {
     "num_layers": 4,
     "hidden_size": 64,
