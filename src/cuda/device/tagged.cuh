@@ -23,8 +23,9 @@ __device__ __forceinline__ bool is_of_call(uint64_t word, uint32_t epoch) {
 
 // One thread waits until *from is of the site's call; it returns 0 if the call is given up. The
 // function is not inlined: it is called in many places, nearly always with the value there already.
-__device__ __noinline__ inline uint64_t
-await_tagged(const RankView& me, const uint64_t* from, const WaitSite& site) {
+__device__ __noinline__ inline uint64_t await_tagged(
+    const RankView& me, const uint64_t* from, const WaitSite& site
+) {
   // The handshakes are awaited elsewhere, and their timeout says more than one here: so this wait
   // is twice as long.
   constexpr uint32_t kPatience = 2;

@@ -68,8 +68,8 @@ class Fp8Rows {
   [[nodiscard]] __device__ __forceinline__ float scale(float largest) const {
     return scale_of(largest, payload_.quantise, payload_.scale_rule);
   }
-  // The common case executes few instructions: where there are few rows, to fetch them takes most of
-  // the time.
+  // The common case executes few instructions: where there are few rows, to fetch them takes most
+  // of the time.
   [[nodiscard]] __device__ __forceinline__ uint64_t
   pack(const LaneValues& values, float scale) const {
     const Divisor divisor(scale);
