@@ -86,6 +86,7 @@ class Rig {
     assign_.shape = shape_;
     assign_.topk_idx = routes_.get();
     assign_.index_bytes = sizeof(int32_t);
+    assign_.stride = 1;
     assign_.topk = 1;  // only how many routes there are counts
     assign_.num_tokens = static_cast<int64_t>(experts_.size());
     assign_.block_counts = block_counts_.get();
@@ -93,10 +94,11 @@ class Rig {
     assign_.quotas = plan_.quotas;
     assign_.places = plan_.places;
     assign_.physical = physical_.get();
-    prepare_balance(shape_);
+    prepare_balance();
+    check_balance(shape_);
   }
 
-  void plan(cudaStream_t stream) const { launch_plan_balance(plan_, stream); }
+  void plan(cudaStream_t stream) const { launch_plan_balance(plan_, {}, stream); }
   void assign(cudaStream_t stream) const {
     launch_count_routes(assign_, stream);
     launch_assign_routes(assign_, stream);

@@ -23,6 +23,9 @@ namespace weft {
 
 inline constexpr int64_t kMostBlockRows = 1024;
 inline constexpr int64_t kMostReplicaRows = INT32_MAX;
+// Of an expert, when rows are spread on a placement that is given (spread.cpp); whoever needs more
+// is nearly even by then.
+inline constexpr int kMostTurns = 64;
 
 struct BalanceOptions {
   int replicas = 0;                 // most on each rank, 0 to kMostReplicas

@@ -13,8 +13,6 @@
 namespace weft {
 namespace {
 
-constexpr int kMostTurns = 64;  // of an expert; whoever needs more is nearly even by then
-
 class Pouring {
  public:
   explicit Pouring(Placement& placement)

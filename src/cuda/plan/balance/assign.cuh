@@ -46,7 +46,9 @@ __device__ inline void clear_counts(int32_t* counts, int size) {
 
 // -1: none. What is neither that nor an expert becomes num_experts.
 __device__ __forceinline__ int32_t expert_of(const AssignLaunch& call, int32_t route) {
-  const int64_t given = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(route));
+  const int32_t token = route / call.topk;
+  const int64_t at = int64_t{token} * call.stride + (route - token * call.topk);
+  const int64_t given = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(at));
   const bool is_good = given >= -1 && given < call.shape.num_experts;
   return is_good ? static_cast<int32_t>(given) : call.shape.num_experts;
 }

@@ -11,7 +11,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <span>
 
+#include "core/context.hpp"
 #include "cuda/layout/launch.hpp"
 #include "plan/balance/balance.hpp"
 
@@ -29,6 +31,8 @@ struct PlaceLists {
 struct BalanceLaunch {
   PhysicalExperts shape;
   int32_t min_rows = 1;                // of a replica, at least 1
+  int32_t block_rows = 1;              // as in Placement
+  int64_t replica_rows = 0;            // as for pays_off()
   const int32_t* counts = nullptr;     // [num_ranks, num_experts] at least 0, below 2^31 together
   const int32_t* domain_of = nullptr;  // [num_ranks]; null: all ranks are in one domain
   // What it writes: Balance::replicas, Placement::rows and Balance::quotas.
@@ -43,6 +47,7 @@ struct AssignLaunch {
   PhysicalExperts shape;
   const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each, -1: none
   int32_t index_bytes = 8;         // 4 or 8
+  int32_t stride = 0;              // from one token's indices to the next one's, at least topk
   int32_t topk = 0;
   int64_t num_tokens = 0;
   int32_t source = 0;               // this rank
@@ -53,15 +58,21 @@ struct AssignLaunch {
   int32_t* physical = nullptr;  // [num_tokens, topk] written by the second
 };
 
-// Once per device and before any capture: loads the kernels. Throws Error (kUnsupported) for more
-// than kMostBalancedRanks ranks or where a block has too little shared memory.
-void prepare_balance(const PhysicalExperts& shape);
+// Once per device and before any capture: loads the kernels.
+void prepare_balance();
+// Throws Error (kUnsupported) for more than kMostBalancedRanks ranks or where a block has too
+// little shared memory.
+void check_balance(const PhysicalExperts& shape, const Context& context = {});
 
 // The launches throw Error (kCuda). An index that is neither -1 nor an expert, and a route that was
 // not counted, become shape.count(), which is no physical expert: a plan refuses it.
 // launch_count_routes() is for launch_assign_routes() of the same routes.
 void launch_count_routes(const AssignLaunch& call, cudaStream_t stream);
-void launch_plan_balance(const BalanceLaunch& call, cudaStream_t stream);
+// `placement`: [num_ranks, shape.replicas], on the host, where replicas lie anyway, among at most
+// kMaxDomainRanks ranks; empty: they are planned.
+void launch_plan_balance(
+    const BalanceLaunch& call, std::span<const int32_t> placement, cudaStream_t stream
+);
 void launch_assign_routes(const AssignLaunch& call, cudaStream_t stream);
 
 // The counts of all ranks: `counts` [num_ranks, num_experts], zeroes if the call is given up. A

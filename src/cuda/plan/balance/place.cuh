@@ -53,6 +53,17 @@ struct OfRanks {
   [[nodiscard]] static __device__ int rank(int k) { return lane_index() + k * kWarpLanes; }
 };
 
+// What whole blocks hold of so many rows.
+__device__ __forceinline__ int32_t in_blocks(const BalanceLaunch& call, int32_t rows) {
+  return call.block_rows > 1 ? rows - rows % call.block_rows : rows;
+}
+
+// The fewest rows of a replica.
+__device__ __forceinline__ int32_t least_rows(const BalanceLaunch& call) {
+  const int64_t rows = int64_t{call.min_rows} + call.block_rows - 1;
+  return in_blocks(call, static_cast<int32_t>(min(rows, int64_t{kMostRows})));
+}
+
 // The lowest rank whose lane says yes; there is one. is_it(k) is of the lane's k-th rank.
 template <int kPerLane, class IsIt>
 __device__ __forceinline__ int lowest_rank(const IsIt& is_it) {
@@ -72,7 +83,7 @@ __device__ inline int32_t try_limit(
     const BalanceLaunch& call, int32_t limit, OfRanks<kPerLane> load, const PlacedRows& placed
 ) {
   const int num_local = call.shape.num_local();
-  const int32_t least_room = call.min_rows;
+  const int32_t min_rows = least_rows(call);
   OfRanks<kPerLane> used;
   while (true) {
     int32_t most = -1;
@@ -81,7 +92,7 @@ __device__ inline int32_t try_limit(
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
       const bool is_open =
-          load.of[k] >= 0 && used.of[k] < call.shape.replicas && limit - load.of[k] >= least_room;
+          load.of[k] >= 0 && used.of[k] < call.shape.replicas && limit - load.of[k] >= min_rows;
       open.of[k] = is_open ? load.of[k] : kMostRows;
       most = max(most, load.of[k]);
       least = min(least, open.of[k]);
@@ -108,10 +119,10 @@ __device__ inline int32_t try_limit(
     const int32_t lane_largest = largest;
     largest = __reduce_max_sync(kAllLanes, largest);
     expert = __reduce_min_sync(kAllLanes, lane_largest == largest ? expert : kMostRows);
-    if (largest < call.min_rows) {
+    if (largest < min_rows) {
       return -1;
     }
-    const int32_t moved = min(limit - least, largest);
+    const int32_t moved = in_blocks(call, min(limit - least, largest));
     __syncwarp();  // all have read the masters' rows
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
@@ -194,12 +205,37 @@ __device__ inline void clear_placed(
   __syncwarp();
 }
 
+// All threads: the most replicas that some rank sends or takes of what was published. `moved`
+// [2 * num_ranks].
+__device__ inline int32_t most_moved(const BalanceLaunch& call, int32_t* moved) {
+  const PhysicalExperts& shape = call.shape;
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < 2 * shape.num_ranks; i += kPlaceThreads) {
+    moved[i] = 0;
+  }
+  __syncthreads();
+  for (int i = thread; i < shape.num_ranks * shape.replicas; i += kPlaceThreads) {
+    const int32_t expert = call.replicas[i];
+    if (expert >= 0) {
+      atomicAdd(moved + shape.owner_of(expert), 1);
+      atomicAdd(moved + shape.num_ranks + i / shape.replicas, 1);
+    }
+  }
+  __syncthreads();
+  int32_t most = 0;
+  for (int i = 0; i < 2 * shape.num_ranks; ++i) {
+    most = max(most, moved[i]);
+  }
+  return most;
+}
+
 template <int kPerLane>
 __global__ void __launch_bounds__(kPlaceThreads)
     place_kernel(const __grid_constant__ BalanceLaunch call) {
   extern __shared__ int32_t place_shared[];
   __shared__ int32_t loads[kMostBalancedRanks];
   __shared__ int32_t outcome[kPlaceWarps];
+  __shared__ int32_t moved[2 * kMostBalancedRanks];
   int32_t* const rows = place_shared;
   const int warp = warp_in_block();
   const PlacedRows own = placed_rows(call.shape, rows, warp);
@@ -215,11 +251,9 @@ __global__ void __launch_bounds__(kPlaceThreads)
     total += max(load.of[k], 0);
     busiest = max(busiest, load.of[k]);
   }
-  LimitSearch search(
-      __reduce_add_sync(kAllLanes, total),
-      call.shape.num_ranks,
-      __reduce_max_sync(kAllLanes, busiest)
-  );
+  busiest = __reduce_max_sync(kAllLanes, busiest);
+  int32_t best = busiest;
+  LimitSearch search(__reduce_add_sync(kAllLanes, total), call.shape.num_ranks, busiest);
   while (!search.is_over()) {  // the same in all threads
     int32_t kept = -1;
     if (search.tries(warp)) {
@@ -236,10 +270,16 @@ __global__ void __launch_bounds__(kPlaceThreads)
       search.fail();
     } else {
       const int lowest = __ffs(static_cast<int>(probes)) - 1;
-      search.keep(lowest, outcome[lowest]);
+      best = outcome[lowest];
+      search.keep(lowest, best);
       publish(call, placed_rows(call.shape, rows, lowest));
     }
     __syncthreads();  // before the next round overwrites it
+  }
+  if (call.replica_rows > 0 &&
+      busiest - best <= most_moved(call, moved) * call.replica_rows) {  // see pays_off()
+    __syncthreads();
+    publish(call, {rows, nullptr, nullptr});
   }
 }
 

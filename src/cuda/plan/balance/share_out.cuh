@@ -5,6 +5,7 @@
 //
 // What sources still have is laid end to end, and so is the room of places; a source and a place
 // get what both intervals have in common. That is what filling one place after the other gives.
+// Where replicas take blocks, all is laid out at once, with the master's room at the end.
 #pragma once
 
 #include <cstdint>
@@ -34,10 +35,15 @@ in_common(int32_t begin, int32_t length, int32_t other_begin, int32_t other) {
   return max(0, min(begin + length, other_begin + other) - max(begin, other_begin));
 }
 
-// All lanes of a warp. Takes away from `sent` and `room` what the groups exchange.
+// All lanes of a warp. Takes away from `sent` and `room` what the groups exchange. The room of rank
+// `last` lies behind all others; -1: by rank.
 template <int kPerLane>
 __device__ inline LaidOut<kPerLane> lay_out(
-    int num_ranks, const OfRanks<kPerLane>& group, OfRanks<kPerLane>& sent, OfRanks<kPerLane>& room
+    int num_ranks,
+    const OfRanks<kPerLane>& group,
+    OfRanks<kPerLane>& sent,
+    OfRanks<kPerLane>& room,
+    int last = -1
 ) {
   LaidOut<kPerLane> laid = {group, sent, {}, room, {}};
   OfRanks<kPerLane> all_sent;  // of the rank's group
@@ -52,11 +58,14 @@ __device__ inline LaidOut<kPerLane> lay_out(
 #pragma unroll
       for (int k = 0; k < kPerLane; ++k) {
         const bool is_same = its_group == group.of[k];
-        const bool is_before = is_same && half * kWarpLanes + lane < group.rank(k);
+        const int its_rank = half * kWarpLanes + lane;
+        const bool is_before = is_same && its_rank < group.rank(k);
+        const bool has_room_before =
+            its_rank != last && (group.rank(k) == last ? is_same : is_before);
         all_sent.of[k] += is_same ? its_sent : 0;
         all_room.of[k] += is_same ? its_room : 0;
         laid.sent_begin.of[k] += is_before ? its_sent : 0;
-        laid.room_begin.of[k] += is_before ? its_room : 0;
+        laid.room_begin.of[k] += has_room_before ? its_room : 0;
       }
     }
   }
@@ -85,19 +94,24 @@ __device__ inline OfRanks<kPerLane> places_of(const BalanceLaunch& call, int exp
   return place;
 }
 
-// All lanes of a warp write the list of an expert's places.
+// All lanes of a warp write the list of an expert's places, in the order in which they are filled.
 template <int kPerLane>
 __device__ inline void link_places(
     const BalanceLaunch& call, int expert, const OfRanks<kPerLane>& place
 ) {
-  int32_t behind = -1;  // the lowest place of higher ranks than those looked at
+  const int32_t last = call.block_rows > 1 ? call.shape.master_of(expert) : -1;
+  int32_t behind = last;  // the lowest place of higher ranks than those looked at
+  if (last >= 0 && lane_index() == 0) {
+    call.places.next[last] = -1;
+  }
 #pragma unroll
   for (int half = kPerLane - 1; half >= 0; --half) {
-    const uint32_t lanes = __ballot_sync(kAllLanes, place.of[half] >= 0);
+    const bool is_listed = place.of[half] >= 0 && place.of[half] != last;
+    const uint32_t lanes = __ballot_sync(kAllLanes, is_listed);
     const uint32_t higher = lanes & ~low_lanes(static_cast<uint32_t>(lane_index()) + 1);
     const int next_lane = higher != 0 ? __ffs(static_cast<int>(higher)) - 1 : 0;
     const int32_t next = __shfl_sync(kAllLanes, place.of[half], next_lane);
-    if (place.of[half] >= 0) {
+    if (is_listed) {
       call.places.next[place.of[half]] = higher != 0 ? next : behind;
     }
     const int lowest_lane = lanes != 0 ? __ffs(static_cast<int>(lanes)) - 1 : 0;
@@ -134,6 +148,7 @@ __device__ inline void share_expert(const BalanceLaunch& call, int expert) {
   OfRanks<kPerLane> sent;
   OfRanks<kPerLane> room;
   OfRanks<kPerLane> group;
+  const bool is_by_blocks = call.block_rows > 1;
 #pragma unroll
   for (int k = 0; k < kPerLane; ++k) {
     const int rank = own.rank(k);
@@ -142,14 +157,18 @@ __device__ inline void share_expert(const BalanceLaunch& call, int expert) {
       room.of[k] = place.of[k] >= 0 ? call.rows[place.of[k]] : 0;
       group.of[k] = call.domain_of != nullptr ? call.domain_of[rank] : 0;
     }
-    own.of[k] = min(sent.of[k], room.of[k]);
+    own.of[k] = is_by_blocks ? 0 : min(sent.of[k], room.of[k]);
     sent.of[k] -= own.of[k];
     room.of[k] -= own.of[k];
   }
-  const LaidOut<kPerLane> near = lay_out(shape.num_ranks, group, sent, room);
+  LaidOut<kPerLane> near;
   LaidOut<kPerLane> far;
-  if (call.domain_of != nullptr) {
-    far = lay_out(shape.num_ranks, OfRanks<kPerLane>{}, sent, room);
+  if (!is_by_blocks) {
+    near = lay_out(shape.num_ranks, group, sent, room);
+  }
+  if (is_by_blocks || call.domain_of != nullptr) {
+    const int last = is_by_blocks ? shape.owner_of(expert) : -1;
+    far = lay_out(shape.num_ranks, OfRanks<kPerLane>{}, sent, room, last);
   }
 #pragma unroll
   for (int half = 0; half < kPerLane; ++half) {
