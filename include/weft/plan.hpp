@@ -83,7 +83,7 @@ struct PlanOptions {
   std::optional<int64_t> row_budget = {};
   Overflow overflow = Overflow::kDrop;
   SumOrder order = SumOrder::kRank;  // of combine
-  Balancing balance = {};            // on CPUs
+  Balancing balance = {};            // not among GPUs of several hosts
   friend bool operator==(const PlanOptions&, const PlanOptions&) = default;
 };
 
@@ -186,6 +186,7 @@ class Plan {
     const int64_t* rows_per_expert = nullptr;         // [num_local_experts]
     const int64_t* padded_rows_per_expert = nullptr;  // [num_local_experts]
     const int64_t* expert_begin = nullptr;            // [num_local_experts]
+    const int32_t* placement = nullptr;  // [num_ranks, num_replicas], null without replicas
   };
   [[nodiscard]] OnDevice on_device() const;
 

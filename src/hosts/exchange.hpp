@@ -42,6 +42,7 @@ class HostsPlan final : public DevicePlan {
         index_memory_(std::move(index_memory)),
         index_(std::move(index)) {}
   [[nodiscard]] const PlanData& on_host() const override { return contents_of(host_); }
+  [[nodiscard]] const PlanData& shape_on_host() const override { return contents_of(host_); }
   [[nodiscard]] Plan::OnDevice on_device() const override { return rounds_[0].on_device(); }
   [[nodiscard]] const std::vector<Plan>& rounds() const { return rounds_; }
   [[nodiscard]] const InterNodeArrays<const int32_t*>& index() const { return index_; }

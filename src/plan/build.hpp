@@ -86,9 +86,7 @@ struct RoutingShape {
 // Throws Error (kInvalidArgument).
 void check_options(const PlanOptions& options, const Context& context);
 
-// Options that are not there on GPUs, and among GPUs of several domains. Throws Error
-// (kUnsupported).
-void check_options_on_gpus(const PlanOptions& options, const Context& context);
+// Options that are not there among GPUs of several domains. Throws Error (kUnsupported).
 void check_options_between_gpus(const PlanOptions& options, const Context& context);
 
 // Rows of a rank's output if the options suffice to know it, so that nobody has to wait for the

@@ -60,18 +60,15 @@ void check_options(const PlanOptions& options, const Context& context) {
   }
 }
 
-void check_options_on_gpus(const PlanOptions& options, const Context& context) {
+void check_options_between_gpus(const PlanOptions& options, const Context& context) {
   WEFT_CHECK(
       context,
       options.balance.replicas == 0,
       ErrorCode::kUnsupported,
-      "plan: balance with {} replicas on a GPU (balance needs tensors of the CPU)",
+      "plan: balance with {} replicas among GPUs of several hosts (balance needs one host, or "
+      "tensors of the CPU)",
       options.balance.replicas
   );
-}
-
-void check_options_between_gpus(const PlanOptions& options, const Context& context) {
-  check_options_on_gpus(options, context);
   WEFT_CHECK(
       context,
       options.order == SumOrder::kRank,

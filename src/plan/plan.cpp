@@ -110,7 +110,7 @@ const PlanData& header_of(const Plan& plan) {
 }
 
 const PlanData& Plan::output_shape() const {
-  return data_->has_output_shape ? *data_ : data();
+  return data_->has_output_shape ? *data_ : data_->device->shape_on_host();
 }
 
 Plan::OnDevice Plan::on_device() const {
@@ -235,7 +235,10 @@ std::vector<int32_t> Plan::route_ranks() const {
 }
 
 std::span<const int32_t> Plan::placement() const {
-  return data().shape.options.balance.placement;
+  const Balancing& known = data_->shape.options.balance;
+  return known.replicas == 0 || !known.placement.empty()
+             ? known.placement
+             : output_shape().shape.options.balance.placement;
 }
 
 std::vector<int64_t> Plan::routes_per_expert() const {
@@ -243,7 +246,7 @@ std::vector<int64_t> Plan::routes_per_expert() const {
   const std::span<const int64_t> physical = global_routes_per_expert();
   for (size_t p = 0; p < physical.size(); ++p) {
     if (physical[p] > 0) {
-      const int32_t expert = expert_of(data().shape, static_cast<int32_t>(p));
+      const int32_t expert = expert_of(output_shape().shape, static_cast<int32_t>(p));
       routes[static_cast<size_t>(expert)] += physical[p];
     }
   }
@@ -251,7 +254,7 @@ std::vector<int64_t> Plan::routes_per_expert() const {
 }
 
 Plan::Load Plan::load() const {
-  const std::vector<int>& lost = data().shape.lost;
+  const std::vector<int>& lost = data_->shape.lost;
   // The most that one rank has of numbers that are laid out by rank.
   const auto most = [&](std::span<const int64_t> routes) {
     const size_t each = routes.size() / static_cast<size_t>(num_ranks());
@@ -269,7 +272,7 @@ Plan::Load Plan::load() const {
   const int num_left = num_ranks() - static_cast<int>(lost.size());
   Load load = {.busiest = most(routes), .unbalanced = most(chosen), .mean = sum / num_left};
   load.if_free = load.busiest;
-  const Balancing& balance = data().shape.options.balance;
+  const Balancing& balance = data_->shape.options.balance;
   if (balance.replica_rows > 0 && load.busiest == load.unbalanced) {
     const BalanceOptions free = {
         .replicas = balance.replicas,

@@ -124,13 +124,16 @@ class DevicePlan {
   virtual ~DevicePlan() = default;
   // All of it, copied on first use. Waits for the GPU; any thread.
   [[nodiscard]] virtual const PlanData& on_host() const = 0;
+  // The same of what is filled in with PlanData::has_output_shape.
+  [[nodiscard]] virtual const PlanData& shape_on_host() const = 0;
   [[nodiscard]] virtual Plan::OnDevice on_device() const = 0;
 };
 
 struct PlanData {
   PlanShape shape;
   std::shared_ptr<DevicePlan> device;  // null: everything is below
-  bool has_output_shape = true;        // beside `device`: the first block below is filled in
+  // Beside `device`: the first block below is filled in, and the placement of replicas is known.
+  bool has_output_shape = true;
   // Arrivals to and from each rank, dropped ones included: [num_ranks] beside `device`; empty:
   // known only there.
   std::vector<int32_t> num_sent;

@@ -1,36 +1,200 @@
 // SPDX-License-Identifier: Apache-2.0
-// Plans with replicas (PlanOptions::balance) are refused on GPUs, by all ranks.
+// Plans with replicas (PlanOptions::balance) on GPUs of one host: the bits of the reference, and
+// what all ranks hear where a call cannot be. graph_cuda_test.cpp has replays.
 #include <gtest/gtest.h>
 
-#include "gpu/gpu_test.hpp"
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "gpu/fault_world.hpp"
 #include "support/run_case.hpp"
 
 namespace weft::test {
 namespace {
 
-class GpuBalanceTest : public GpuTest {
+class GpuBalanceTest : public GpuParamTest<int> {
  protected:
-  static void expect_refusal(const ExchangeSetup& setup) {
-    Case spec;
-    spec.num_tokens = {5, 5};
-    spec.calls = "";
-    spec.balance = {.replicas = 1};
-    const std::string failures = run_on_threads(setup, spec);
-    const std::string text = "plan: balance with 1 replicas on a GPU";
-    const size_t first = failures.find(text);
-    EXPECT_NE(first, std::string::npos) << failures;
-    EXPECT_NE(failures.find(text, first + 1), std::string::npos) << failures;
+  // Several alive at once on one exchange, with plans without replicas between.
+  static std::vector<CaseData> cases_of(const ExchangeSetup& setup, uint64_t first_seed) {
+    std::vector<CaseData> cases;
+    for (uint64_t seed = first_seed; seed < first_seed + 8; ++seed) {
+      Case spec = seed % 8 == 5 ? random_case(setup, seed) : balanced_case(setup, seed);
+      const bool is_by_choice = spec.layout != Layout::kRankMajor && seed % 3 == 0;
+      spec.order = is_by_choice ? SumOrder::kTopk : SumOrder::kRank;
+      spec.is_late = seed % 7 == 0;
+      cases.push_back(make_case_data(setup, spec));
+    }
+    return cases;
   }
 };
 
-TEST_F(GpuBalanceTest, IsRefusedOnAllRanks) {
-  expect_refusal(gpu_setup(2, num_gpus()));
+TEST_P(GpuBalanceTest, GivesTheBitsOfTheReference) {
+  FailureCount failures;
+  for (const int gpus : gpu_counts()) {
+    ExchangeSetup setup = gpu_setup(GetParam(), gpus);
+    setup.max_topk = 5;
+    for (const Mover mover : movers_here()) {
+      for (const int64_t max_tokens : {90, 700}) {
+        setup.mover = mover;
+        setup.max_tokens = max_tokens;
+        setup.hidden = max_tokens == 90 ? 64 : 512;
+        setup.has_own_stream = !setup.has_own_stream;
+        for (uint64_t seed = 1; seed <= 32; seed += 8) {
+          failures.add(run_cases_on_threads(cases_of(setup, 1000 * setup.num_ranks + seed)));
+          if (failures.are_too_many()) {
+            return;
+          }
+        }
+      }
+    }
+  }
 }
 
-TEST_F(GpuBalanceTest, IsRefusedOnAllRanksOfSeveralHosts) {
+TEST_P(GpuBalanceTest, GivesTheBitsOfTheReferenceByCopyEngines) {
+  FailureCount failures;
+  for (const int gpus : gpu_counts()) {
+    ExchangeSetup setup = gpu_setup(GetParam(), gpus);
+    setup.max_topk = 5;
+    setup.max_tokens = 300;
+    setup.has_copy_room = true;
+    setup.copy_engines = true;
+    for (uint64_t seed = 1; seed <= 16; seed += 8) {
+      failures.add(run_cases_on_threads(cases_of(setup, 7000 + seed)));
+      if (failures.are_too_many()) {
+        return;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GpuBalanceTest, testing::Values(1, 2, 3, 4, 8));
+
+// All tokens choose the same experts, which lie on one rank: the others take their share.
+class GpuBalancedPlanTest : public GpuTest {
+ protected:
+  static void expect_more_even(std::optional<int64_t> row_budget) {
+    ExchangeSetup setup = gpu_setup(4, num_gpus());
+    setup.num_experts = 8;
+    Case spec;
+    spec.num_tokens = {30, 10, 0, 24};
+    spec.experts = {0, 1};
+    spec.balance = {.replicas = 1};
+    const CaseData data = make_case_data(setup, spec);
+    run_threads(4, [&](const Group& group) {
+      Exchange exchange = make_exchange(group, setup);
+      FaultRank own(exchange, data);
+      own.options.row_budget = row_budget;
+      own.make_plan();
+      const Plan& plan = *own.plan;
+      EXPECT_EQ(plan.num_rows(), row_budget.value_or(32));
+      EXPECT_EQ(plan.required_rows(), 32);
+      EXPECT_FALSE(plan.overflow());
+      EXPECT_EQ(plan.num_local_experts(), 3);
+      EXPECT_EQ(plan.load().unbalanced, 128);
+      EXPECT_EQ(plan.load().busiest, 32);
+      EXPECT_EQ(plan.routes_per_expert(), (std::vector<int64_t>{64, 64, 0, 0, 0, 0, 0, 0}));
+      const auto wanted = data.plans[static_cast<size_t>(group.rank())].placement();
+      EXPECT_TRUE(std::ranges::equal(plan.placement(), wanted));
+      EXPECT_NE(plan.on_device().placement, nullptr);
+      EXPECT_EQ(Plan::from_json(plan.to_json()).load().unbalanced, 128);
+      EXPECT_TRUE(std::ranges::equal(plan.placement(), wanted));
+      group.barrier();
+    });
+  }
+};
+
+TEST_F(GpuBalancedPlanTest, IsMoreEven) {
+  expect_more_even({});
+}
+
+TEST_F(GpuBalancedPlanTest, IsMoreEvenWithinABudget) {
+  expect_more_even(40);
+}
+
+// Each time the exchange goes on, with and without replicas.
+class GpuBalanceFaultTest : public GpuTest {
+ protected:
+  static void plan_with(FaultRank& own, const Balancing& balance) {
+    own.options.balance = balance;
+    own.make_plan();
+  }
+};
+
+TEST_F(GpuBalanceFaultTest, NamesTheReplicasThatDiffer) {
+  expect_disagreement(num_gpus(), "plan: replicas", {"1", "2"}, [](FaultRank& own) {
+    plan_with(own, {.replicas = own.rank == 2 ? 2 : 1});
+  });
+  expect_disagreement(num_gpus(), "plan: replicas", {"1", "0"}, [](FaultRank& own) {
+    plan_with(own, {.replicas = own.rank == 2 ? 0 : 1});
+  });
+  expect_disagreement(num_gpus(), "plan: replicas", {"0", "1"}, [](FaultRank& own) {
+    plan_with(own, {.replicas = own.rank == 2 ? 1 : 0});
+  });
+}
+
+TEST_F(GpuBalanceFaultTest, RefusesAnIndexOutOfRange) {
+  expect_bad_index_is_refused(num_gpus(), [](FaultRank& own) { plan_with(own, {.replicas = 2}); });
+}
+
+// The budget keeps the host from waiting: the fault comes with what follows the plan.
+TEST_F(GpuBalanceFaultTest, RefusesAnIndexOutOfRangeWithinABudget) {
+  expect_bad_index_is_refused(num_gpus(), [](FaultRank& own) {
+    own.options.row_budget = own.dispatch_out.rows.rows;
+    plan_with(own, {.replicas = 2});
+  });
+}
+
+TEST_F(GpuBalanceFaultTest, RefusesWhatARankCannotMean) {
+  expect_refusal(num_gpus(), "plan", "plan: replicas = 17 (0 to 16)", [](FaultRank& own) {
+    plan_with(own, {.replicas = own.rank == 1 ? 17 : 1});
+  });
+  expect_refusal(
+      num_gpus(),
+      "plan",
+      "plan: the placement has 2 entries (expected 3 ranks x 1 replicas)",
+      [](FaultRank& own) {
+        plan_with(
+            own,
+            {.replicas = 1, .placement = own.rank == 1 ? std::vector{2, 0} : std::vector{2, 0, 1}}
+        );
+      }
+  );
+}
+
+TEST_F(GpuBalanceFaultTest, GoesOnAfterwards) {
+  expect_refusal(
+      num_gpus(),
+      "plan",
+      "plan: min_rows = 0 of a replica (1 to 2147483647)",
+      [](FaultRank& own) {
+        const int64_t min_rows = own.rank == 1 ? 0 : 1;
+        const Balancing refused = {.replicas = 1, .min_rows = min_rows};
+        EXPECT_TRUE(thrown_by([&] { plan_with(own, refused); }).has_value());
+        plan_with(own, {.replicas = 2});
+        EXPECT_EQ(own.plan->num_local_experts(), 4);
+        plan_with(own, refused);
+      }
+  );
+}
+
+TEST_F(GpuBalanceFaultTest, NamesTheRankThatDoesNotPlan) {
+  const auto plan = [](FaultRank& own) { plan_with(own, {.replicas = 1}); };
+  expect_timeout(num_gpus(), "plan", 2, plan, plan);
+}
+
+TEST_F(GpuBalanceFaultTest, IsRefusedOnAllRanksOfSeveralHosts) {
   ExchangeSetup setup = gpu_setup(2, num_gpus());
   setup.domain_of = {0, 1};
-  expect_refusal(setup);
+  Case spec;
+  spec.num_tokens = {5, 5};
+  spec.calls = "";
+  spec.balance = {.replicas = 1};
+  const std::string failures = run_on_threads(setup, spec);
+  const std::string text = "plan: balance with 1 replicas among GPUs of several hosts";
+  const size_t first = failures.find(text);
+  EXPECT_NE(first, std::string::npos) << failures;
+  EXPECT_NE(failures.find(text, first + 1), std::string::npos) << failures;
 }
 
 }  // namespace

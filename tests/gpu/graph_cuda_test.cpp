@@ -147,6 +147,12 @@ class GraphRank {
   // What the device says of the output's shape.
   [[nodiscard]] std::string shape_difference(const Plan& expected) const {
     const Plan::OnDevice device = plan_->on_device();
+    const std::span<const int32_t> placement = expected.placement();
+    for (size_t i = 0; i < placement.size(); ++i) {
+      if (const int32_t expert = read(device.placement + i); expert != placement[i]) {
+        return fmt::format("replica {} is of {}, expected {}", i, expert, placement[i]);
+      }
+    }
     if (read(device.num_rows) != expected.num_rows()) {
       return fmt::format("{} rows, expected {}", read(device.num_rows), expected.num_rows());
     }
@@ -180,7 +186,9 @@ class GraphRank {
 };
 
 // Cases that differ in everything that a replay may change.
-std::vector<CaseData> graph_cases(const ExchangeSetup& setup, Layout layout, OutputMemory output) {
+std::vector<CaseData> graph_cases(
+    const ExchangeSetup& setup, Layout layout, OutputMemory output, const Balancing& balance = {}
+) {
   std::vector<CaseData> cases;
   for (uint64_t i = 0; i < kNumCases + 1; ++i) {
     Case spec;
@@ -197,6 +205,7 @@ std::vector<CaseData> graph_cases(const ExchangeSetup& setup, Layout layout, Out
     spec.rows = layout == Layout::kExpertStrided ? 12 : 90;  // not always enough
     spec.scale = layout == Layout::kRankMajor ? CombineScale::kNone : CombineScale::kPlanWeights;
     spec.dtype = DType::kBFloat16;
+    spec.balance = balance;
     cases.push_back(make_case_data(setup, spec));
   }
   return cases;
@@ -285,6 +294,41 @@ TEST_P(GpuGraphTest, ReplaysWithChangingRouting) {
         if (failures.are_too_many()) {
           return;
         }
+      }
+    }
+  }
+}
+
+// Other experts are popular each time, so that replicas come and go.
+TEST_P(GpuGraphTest, ReplaysWithReplicas) {
+  FailureCount failures;
+  for (const int gpus : gpu_counts()) {
+    for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
+      const ExchangeSetup setup = gpu_setup(GetParam(), gpus);
+      Balancing balance = {.replicas = 2};
+      if (layout == Layout::kExpertMajor) {  // the first expert of the next rank, and none
+        for (int rank = 0; rank < setup.num_ranks; ++rank) {
+          const int next = (rank + 1) % setup.num_ranks;
+          balance.placement.push_back(next == rank ? -1 : 4 * next);
+          balance.placement.push_back(-1);
+        }
+      }
+      const auto cases = graph_cases(setup, layout, OutputMemory::kStaged, balance);
+      Watch watch(setup.num_ranks);
+      std::vector<std::string> texts(static_cast<size_t>(setup.num_ranks));
+      run_threads(setup.num_ranks, [&](const Group& group) {
+        auto& text = texts[static_cast<size_t>(group.rank())];
+        try {
+          text = replay_all(group, cases, watch);
+        } catch (const Error& error) {
+          text = fmt::format("{} {}", error.what(), describe(setup, cases[0].spec));
+        }
+      });
+      for (const std::string& text : texts) {
+        failures.add(text);
+      }
+      if (failures.are_too_many()) {
+        return;
       }
     }
   }

@@ -216,7 +216,7 @@ TEST_F(PlanCudaTest, NamesTheRankThatDoesNotCome) {
   EXPECT_EQ(world.fault(0).waiting_for, WaitFor::kWord);
 }
 
-// Before a plan of the same routing, whose call comes next in the same memory.
+// And makes the plan in the second half of the call, here of the same experts.
 TEST_F(PlanCudaTest, LearnsTheCountsOfAllRanks) {
   for (const int num_ranks : {1, 2, 4}) {
     const ExchangeSetup shape = setup(num_ranks, 64, 300, 8);
@@ -230,7 +230,10 @@ TEST_F(PlanCudaTest, LearnsTheCountsOfAllRanks) {
         for (int rank = 0; rank < num_ranks; ++rank) {
           ASSERT_EQ(world.fault(rank).kind, FaultKind::kNone);
           ASSERT_EQ(world.swapped(rank), counts_of(data)) << describe(shape, spec);
+          world.start_second(rank);
         }
+        world.wait();
+        ASSERT_EQ(world.difference(data), "") << describe(shape, spec);
         ASSERT_EQ(run(world, data), "") << describe(shape, spec);
       }
     }
@@ -247,6 +250,23 @@ TEST_F(PlanCudaTest, LearnsNoCountsOfARefusedCall) {
   EXPECT_EQ(world.fault(1).kind, FaultKind::kBadIndex);
   EXPECT_EQ(world.swapped(0), std::vector<int32_t>(16, 0));
   EXPECT_EQ(world.swapped(1), std::vector<int32_t>(16, 0));
+  for (const int rank : {0, 1}) {  // each ends by itself: nobody waits for anybody any more
+    world.start_second(rank);
+    world.wait();
+  }
+  EXPECT_EQ(world.fault(0).kind, FaultKind::kRefused);
+  EXPECT_EQ(world.fault(1).kind, FaultKind::kBadIndex);
+}
+
+TEST_F(PlanCudaTest, NamesTheRankThatDoesNotComeToTheSecondHalf) {
+  const ExchangeSetup shape = setup(2, 8, 20, 2);
+  PlanWorld world(shape, 2, 50'000'000);
+  swap_all(world, make_case_data(shape, case_of(shape, 20, 2)));
+  world.start_second(0);
+  world.wait();
+  EXPECT_EQ(world.fault(0).kind, FaultKind::kTimeout);
+  EXPECT_EQ(world.fault(0).peer, 1);
+  EXPECT_EQ(world.fault(0).waiting_for, WaitFor::kWord);
 }
 
 // Prints, and judges nothing.

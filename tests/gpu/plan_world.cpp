@@ -152,6 +152,13 @@ void PlanWorld::start_swap(int rank) {
   launch_swap_counts(one.call, reinterpret_cast<int32_t*>(one.counts.get()), one.stream);
 }
 
+void PlanWorld::start_second(int rank) {
+  Rank& one = *ranks_[static_cast<size_t>(rank)];
+  PlanLaunch second = one.call;
+  second.is_second = true;
+  launch_plan(second, one.stream);
+}
+
 std::vector<int32_t> PlanWorld::swapped(int rank) const {
   const PlanMap& map = ranks_[static_cast<size_t>(rank)]->call.plan.map;
   std::vector<int32_t> counts(size_t{map.num_ranks} * map.num_experts);

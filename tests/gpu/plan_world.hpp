@@ -25,8 +25,10 @@ class PlanWorld {
   [[nodiscard]] PlanLaunch& launch_of(int rank);
   // Starts the kernel of one rank; all ranks must start before any can end.
   void start(int rank);
-  // The same for the counts of all ranks alone, which are then [num_ranks, num_experts].
+  // The same for the counts of all ranks alone, which are then [num_ranks, num_experts], and for
+  // the second half of that call.
   void start_swap(int rank);
+  void start_second(int rank);
   [[nodiscard]] std::vector<int32_t> swapped(int rank) const;
   void wait();
 

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plans with replicas (PlanOptions::balance): the bits of the reference over every transport, and
 // with sums by choice those of the plan without replicas.
-#include "plan/balance/balance.hpp"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,24 +9,6 @@
 
 namespace weft::test {
 namespace {
-
-// A random case with replicas, half of them where the caller says.
-Case balanced_case(const ExchangeSetup& setup, uint64_t seed) {
-  Case spec = random_case(setup, seed);
-  RandomSource random(seed);
-  const auto replicas = static_cast<int>(random.between(1, 3));
-  spec.balance = {.replicas = replicas, .min_rows = random.between(1, 9)};
-  const PhysicalExperts shape = {setup.num_ranks, setup.num_experts, replicas};
-  for (int rank = 0; seed % 2 == 0 && rank < setup.num_ranks; ++rank) {
-    // Those of the next rank, the first place empty.
-    for (int replica = 0; replica < replicas; ++replica) {
-      const int expert = (rank + 1) % setup.num_ranks * shape.num_local() + replica;
-      const bool is_one = replica > 0 && replica < shape.num_local() && setup.num_ranks > 1;
-      spec.balance.placement.push_back(is_one ? expert : -1);
-    }
-  }
-  return spec;
-}
 
 class BalancedTest : public TransportCasesTest {
  protected:

@@ -8,6 +8,7 @@
 #include <array>
 
 #include "call/quantise.hpp"
+#include "plan/balance/balance.hpp"
 #include "plan/random_routing.hpp"
 
 namespace weft::test {
@@ -188,6 +189,25 @@ Case random_case(const ExchangeSetup& setup, uint64_t seed) {
   spec.scale_layout =
       pick(random, std::array{ScaleLayout::kByRow, ScaleLayout::kByColumn, ScaleLayout::kInTiles});
   spec.wire = pick(random, std::array{Wire::kNone, Wire::kFp8, Wire::kLogFmt10});
+  return spec;
+}
+
+Case balanced_case(const ExchangeSetup& setup, uint64_t seed) {
+  Case spec = random_case(setup, seed);
+  RandomSource random(seed);
+  const auto replicas = static_cast<int>(random.between(1, 3));
+  spec.balance = {.replicas = replicas, .min_rows = random.between(1, 9)};
+  spec.balance.block_rows = pick(random, std::array<int64_t, 4>{1, 1, 3, 8});
+  spec.balance.replica_rows = pick(random, std::array<int64_t, 4>{0, 0, 2, 20});
+  const PhysicalExperts shape = {setup.num_ranks, setup.num_experts, replicas};
+  for (int rank = 0; seed % 2 == 0 && rank < setup.num_ranks; ++rank) {
+    // Those of the next rank, the first place empty.
+    for (int replica = 0; replica < replicas; ++replica) {
+      const int expert = (rank + 1) % setup.num_ranks * shape.num_local() + replica;
+      const bool is_one = replica > 0 && replica < shape.num_local() && setup.num_ranks > 1;
+      spec.balance.placement.push_back(is_one ? expert : -1);
+    }
+  }
   return spec;
 }
 

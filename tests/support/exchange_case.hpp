@@ -115,6 +115,8 @@ struct Case {
 
 // Whether all of it can be asked for at once; a random case is made so.
 [[nodiscard]] Case random_case(const ExchangeSetup& setup, uint64_t seed);
+// One with replicas of experts, half of them where the caller says.
+[[nodiscard]] Case balanced_case(const ExchangeSetup& setup, uint64_t seed);
 [[nodiscard]] ExchangeSetup random_setup(uint64_t seed);
 
 }  // namespace weft::test

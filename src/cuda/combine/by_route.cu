@@ -21,7 +21,7 @@ constexpr int kThreads = 512;  // a guess
 // is given up, by the deadline or elsewhere.
 __device__ bool await_mark(const CombineLaunch& call, uint32_t epoch, int expert, int block) {
   const RankView& me = call.me;
-  const auto experts = static_cast<int>(me.map.num_experts) / me.num_ranks;
+  const auto experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
   const auto blocks = static_cast<int>(call.ready.marks.cols) / experts;
   const auto* mark =
       reinterpret_cast<const uint32_t*>(call.ready.marks.data) + int64_t{expert} * blocks + block;
@@ -139,7 +139,7 @@ __device__ void order_routes(const CombineLaunch& call, int token, OrderedRoutes
   constexpr auto kNone = ~uint64_t{0};
   const int lane = lane_index();
   const int64_t route = static_cast<int64_t>(token) * call.plan.map.max_topk + lane;
-  const auto experts = static_cast<int>(call.me.map.num_experts) / call.me.num_ranks;
+  const auto experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
   const int32_t slot = lane < call.topk ? call.plan.route_slot()[route] : -1;
   const int32_t rank = slot >= 0 ? call.plan.route_expert()[route] / experts : 0;
   const uint64_t key =
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kThreads)
 // Each thread has some of the marks.
 __global__ void await_marks(const __grid_constant__ CombineLaunch call) {
   const uint32_t epoch = current_epoch(call.me);
-  const auto experts = static_cast<int>(call.me.map.num_experts) / call.me.num_ranks;
+  const auto experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
   const auto blocks = static_cast<int>(call.ready.marks.cols) / experts;
   for (int i = static_cast<int>(threadIdx.x); i < experts * blocks; i += kThreads) {
     const int expert = i / blocks;

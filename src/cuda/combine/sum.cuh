@@ -37,7 +37,7 @@ __device__ __forceinline__ void return_token_weights(
     if (!call.from_map) {
       out[position] = weight;
     } else if (is_kept) {
-      out[in_chunk * width + call.plan.route_expert()[route]] = weight;
+      out[in_chunk * width + call.plan.chosen_expert(call.plan.route_expert()[route])] = weight;
     }
   }
 }
@@ -54,7 +54,9 @@ __device__ __forceinline__ float source_weight_of(const CombineLaunch& call, int
     return call.source_weights[given];
   }
   const int32_t expert = call.plan.route_expert()[token * call.plan.map.max_topk + k];
-  return expert < 0 ? 0.0F : call.source_weights[token * call.me.map.num_experts + expert];
+  return expert < 0 ? 0.0F
+                    : call.source_weights
+                          [token * call.me.map.num_experts + call.plan.chosen_expert(expert)];
 }
 
 // With `kCopied` the call goes by copy engines (copy_engines/combine.cu): all sums are here when
@@ -199,7 +201,7 @@ class CombineSum {
   // The returned weight of route k of a token; the route was kept.
   [[nodiscard]] __device__ __forceinline__ const float* returned_at(int64_t route, int token, int k)
       const {
-    const auto local_experts = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
+    const auto local_experts = static_cast<int>(call_.plan.map.experts_per_rank.divisor());
     if constexpr (kCopied) {
       const int rank = call_.plan.route_expert()[route] / local_experts;
       const int64_t arrival = arrival_[static_cast<int64_t>(token) * me_.num_ranks + rank];

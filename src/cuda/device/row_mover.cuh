@@ -91,7 +91,8 @@ __device__ __forceinline__ float given_weight(
     return weights[token * call.topk + lane];
   }
   const int32_t expert = call.plan.route_expert()[token * call.plan.map.max_topk + lane];
-  return expert < 0 ? 0.0F : weights[token * call.me.map.num_experts + expert];
+  return expert < 0 ? 0.0F
+                    : weights[token * call.me.map.num_experts + call.plan.chosen_expert(expert)];
 }
 
 // Stores a token's weights, which lanes hold as above, wherever a lane wants them; null: nowhere.

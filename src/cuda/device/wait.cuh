@@ -253,6 +253,8 @@ __device__ __forceinline__ void renew_signals(const RankView& me, uint32_t epoch
 #pragma unroll 1
   for (int rank = 0; rank < me.num_ranks; ++rank) {
     ptx::store_relaxed_sys(signal_of(me, rank, slots.source_weights(own)), epoch);
+    ptx::store_relaxed_sys(signal_of(me, rank, slots.second_word(0, own)), epoch);
+    ptx::store_relaxed_sys(signal_of(me, rank, slots.second_word(1, own)), epoch);
 #pragma unroll 1
     for (int chunk = 0; chunk < static_cast<int>(slots.max_chunks); ++chunk) {
       ptx::store_relaxed_sys(signal_of(me, rank, slots.dispatch(me.rank, chunk)), epoch);

@@ -148,7 +148,8 @@ bool CudaExchange::writes_alone(
     const CallOptions& call
 ) const {
   return can_fuse_ && !call.copy_engines && !routing.map.is_given() &&
-         given_rows(options, 1).has_value() && x.row_bytes() <= control_map_.eager_row_bytes;
+         options.balance.replicas == 0 && given_rows(options, 1).has_value() &&
+         x.row_bytes() <= control_map_.eager_row_bytes;
 }
 
 Plan CudaExchange::dispatch_routed(

@@ -52,7 +52,7 @@ __device__ __forceinline__ void tell_counts(const DispatchLaunch& call) {
   if (call.out_counts == nullptr && call.count_sums == nullptr) {
     return;
   }
-  const int num_experts = static_cast<int>(call.me.map.num_experts) / call.me.num_ranks;
+  const int num_experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
   for (int expert = lane_index(); expert < num_experts; expert += kWarpLanes) {
     const auto count = static_cast<int32_t>(call.plan.rows_per_expert()[expert]);
     if (call.out_counts != nullptr) {
@@ -297,14 +297,14 @@ inline constexpr int kPaddingParts = 8;
 
 // Parts of the padding of all experts.
 __device__ __forceinline__ int num_padding_parts(const DispatchLaunch& call) {
-  const int num_experts = static_cast<int>(call.me.map.num_experts) / call.me.num_ranks;
+  const int num_experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
   return call.has_padding ? kPaddingParts * num_experts : 0;
 }
 
 // One warp zeroes a part.
 __device__ inline void zero_padding(const DispatchLaunch& call, int part) {
   const PlanView& plan = call.plan;
-  const int num_experts = static_cast<int>(call.me.map.num_experts) / call.me.num_ranks;
+  const int num_experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
   const int expert = part % num_experts;
   const int64_t begin = plan.expert_begin()[expert];
   const int64_t end = begin + plan.padded_rows_per_expert()[expert];

@@ -38,7 +38,7 @@ class PlannedRoutes {
 
   __device__ explicit PlannedRoutes(const DispatchLaunch& call)
       : call_(call), me_(call.me), peer_(peer_of_lane(call.me)) {
-    local_experts_ = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
+    local_experts_ = static_cast<int>(call.plan.map.experts_per_rank.divisor());
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
   }
 

@@ -13,6 +13,7 @@
 #include "core/gpu/devices.hpp"
 #include "core/log.hpp"
 #include "core/size_class.hpp"
+#include "cuda/plan/balance/launch.hpp"
 #include "cuda/plan/download.hpp"
 #include "cuda/plan/shared_map.hpp"
 #include "group/agree.hpp"
@@ -103,7 +104,6 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
       topk,
       has_eager_rows ? eager_row_room(ranks, tokens, topk, hidden) : 0,
       settings_.copy_engines ? copied_token_room(topk, hidden) : 0};
-  plan_map_ = {ranks, experts, tokens, topk};
   WEFT_CHECK_ARG(
       context_,
       control_map_.signals().needed() < std::numeric_limits<uint32_t>::max(),
@@ -139,13 +139,17 @@ void CudaExchange::set_up(uint64_t stamp) {
   own_->last_call.create(context_);
   own_->local.create(1, context_);
   own_->fault.create(1, context_);
-  host_shape_.create(plan_map_.shape_bytes() + sizeof(uint32_t), context_);
-  plan_scratch_.create(plan_scratch_bytes(plan_map_) / sizeof(int32_t) + 1, context_);
+  const PlanMap largest = plan_map(kMostReplicas);
+  host_shape_.create(largest.shape_bytes() + sizeof(uint32_t), context_);
+  plan_scratch_.create(plan_scratch_bytes(largest) / sizeof(int32_t) + 1, context_);
+  balance_scratch_.create(balance_scratch_words(largest), context_);
   if (settings_.copy_engines) {
     const auto peers = static_cast<uint64_t>(context_.num_ranks - 1);
     packed_.create(peers * control_map_.copied_stride, context_);
   }
-  weft::prepare_plan(plan_map_);
+  weft::prepare_plan(plan_map());
+  prepare_swap_counts();
+  prepare_balance();
   prepare_imported_plan();
   weft::prepare_dispatch();
   prepare_copied_dispatch();
@@ -157,8 +161,8 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_copied_combine();
   prepare_refusal();
   prepare_waits();
-  plans_ = std::make_shared<PlanPool>(memory_, plan_map_.num_bytes());
-  add_plans(std::clamp(kFirstPlanBytes / plan_map_.num_bytes(), kFewPlans, kFirstPlans));
+  plans_ = std::make_shared<PlanPool>(memory_, largest.num_bytes());
+  add_plans(std::clamp(kFirstPlanBytes / largest.num_bytes(), kFewPlans, kFirstPlans));
   buffers_ = std::make_shared<BlockPool>(memory_);
   view_ = {
       .rank = context_.rank,
@@ -306,7 +310,8 @@ void CudaExchange::add_waits(int64_t* sums, int64_t times, const CallOptions& ca
 
 Footprint CudaExchange::footprint() const {
   const uint64_t control = memory_->control().bytes + own_->local.bytes() + plan_scratch_.bytes() +
-                           plans_->used_bytes() + plans_->unused_bytes() + packed_.bytes();
+                           balance_scratch_.bytes() + plans_->used_bytes() +
+                           plans_->unused_bytes() + packed_.bytes();
   uint64_t staged = staging_.bytes;
   for (const PeerRegion& region : retired_) {
     staged += region.bytes;

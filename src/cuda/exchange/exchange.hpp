@@ -90,8 +90,15 @@ class CudaExchange final : public Executor {
   // `num_sharing` ranks of that group share this GPU, and `num_kept_sms` of its multiprocessors are
   // kept for other kernels.
   void join(const Context& whole, std::span<const int> ranks, int num_sharing, int num_kept_sms);
-  // The geometry of its plan blocks.
-  [[nodiscard]] const PlanMap& plan_map() const { return plan_map_; }
+  // The geometry of its plan blocks, with so many places for replicas on each rank.
+  [[nodiscard]] PlanMap plan_map(int replicas = 0) const {
+    return {
+        control_map_.num_ranks,
+        control_map_.num_experts,
+        control_map_.max_tokens,
+        control_map_.max_topk,
+        static_cast<uint32_t>(replicas)};
+  }
   // A plan of the shape `data` that the host has made. `image` is host memory that the GPU reads
   // and that must stay until the stream has passed. Collective, like make_plan; `number` tells
   // calls apart and must be equal on all ranks.
@@ -182,6 +189,11 @@ class CudaExchange final : public Executor {
   Plan make_plan_of(
       Op op, const Routing& routing, const PlanOptions& options, const CallOptions& call
   );
+  // Checks what a plan with replicas needs besides. Throws Error (kInvalidArgument, kUnsupported).
+  void check_balance_of(const Balancing& balancing, int topk);
+  // Queues what comes before the plan kernel: `launch` is for it as for a plan without replicas,
+  // and becomes the plan of physical experts.
+  void queue_balance(const Balancing& balancing, PlanLaunch& launch, cudaStream_t stream);
   // Memory for so many more plans.
   void add_plans(uint64_t num_plans);
   // Memory for one plan of this shape, grown if need be, which belongs to `data` then. -> where
@@ -250,8 +262,9 @@ class CudaExchange final : public Executor {
   std::shared_ptr<CudaRankState> own_;
   DeviceControlMap control_map_;
   bool can_fuse_ = false;  // plan and dispatch of few tokens in one launch, on all ranks
-  PlanMap plan_map_;
   CudaBuffer<int32_t> plan_scratch_;
+  CudaBuffer<int32_t> balance_scratch_;
+  uint32_t checked_replicas_ = 0;  // bit R: plans with R replicas are possible
   PinnedBuffer<std::byte> host_shape_;
   RankView view_;
   std::shared_ptr<PlanPool> plans_;

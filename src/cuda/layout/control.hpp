@@ -13,6 +13,8 @@
 //   words       [2 parities][num_ranks]  DeviceHandshake, the handshake of a call; of a plan call
 //   also
 //               arrivals [num_ranks] and routes [num_experts] int32
+//   second      [2 parities][num_ranks]  the same, by physical expert: the second handshake of a
+//   words       plan with replicas
 //   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, k): of dispatch, or of
 //               kSourceWeights where rows are not eager
 //   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
@@ -45,6 +47,7 @@
 #include "call/signature.hpp"
 #include "core/gpu/peer_address.hpp"
 #include "core/hd.hpp"
+#include "weft/plan.hpp"
 
 namespace weft {
 
@@ -100,10 +103,13 @@ struct SignalSlots {
   [[nodiscard]] WEFT_HD constexpr uint32_t copying(uint32_t source) const {
     return copied(num_ranks) + source;
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return copying(num_ranks); }
+  [[nodiscard]] WEFT_HD constexpr uint32_t second_word(uint32_t epoch, uint32_t source) const {
+    return copying(num_ranks) + epoch % 2 * num_ranks + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return second_word(1, num_ranks); }
   // The same where 32 bits do not hold it.
   [[nodiscard]] constexpr uint64_t needed() const {
-    return uint64_t{num_ranks} * (uint64_t{2} * max_chunks + 7);
+    return uint64_t{num_ranks} * (uint64_t{2} * max_chunks + 9);
   }
 };
 
@@ -161,6 +167,7 @@ struct DeviceControlMap {
   bool has_route_rows = false;      // there is room for a row of each route of a rank
   uint64_t copied_token_bytes = 0;  // 0: no room for rows that copy engines bring
   uint64_t word_stride = 0;         // from one source's handshake to the next one's
+  uint64_t second_word_stride = 0;  // likewise, with room for the most replicas
   uint64_t copied_stride = 0;       // from one source's rows of copy engines to the next one's
 
   constexpr DeviceControlMap() : DeviceControlMap(1, 1, 1, 1) {}
@@ -187,12 +194,14 @@ struct DeviceControlMap {
         eager_row_bytes > 0 && (routes <= eager_tokens || route_bytes <= kMaxEagerBytes);
     const uint64_t eager_rows = has_route_rows && routes > eager_tokens ? routes : eager_tokens;
     word_stride = align(sizeof(DeviceHandshake) + sizeof(int32_t) * (num_ranks + num_experts));
+    second_word_stride = word_stride + align(sizeof(int32_t) * kMostReplicas * num_ranks);
     weights_stride_ = align(token_weights);
     eager_weights_stride_ = token_weights;
     routing_stride_ = align(sizeof(uint64_t) * routing().size());
     eager_slots_stride_ = align(sizeof(EagerSlot) * routing().max_routes);
     words_ = align(sizeof(uint32_t) * signals().size());
-    weights_ = words_ + 2 * num_ranks * word_stride;
+    second_words_ = words_ + 2 * num_ranks * word_stride;
+    weights_ = second_words_ + 2 * num_ranks * second_word_stride;
     eager_ = stamp_offset() + align(sizeof(uint64_t));
     eager_scales_ = align(eager_rows * eager_row_bytes);
     eager_weights_ = eager_scales_ + align(eager_tokens * kScaleRoom);
@@ -208,6 +217,10 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr SignalSlots signals() const { return {num_ranks, max_chunks_}; }
   [[nodiscard]] WEFT_HD constexpr uint64_t word_offset(uint32_t epoch, uint32_t source) const {
     return words_ + (epoch % 2 * num_ranks + source) * word_stride;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t second_word_offset(uint32_t epoch, uint32_t source)
+      const {
+    return second_words_ + (epoch % 2 * num_ranks + source) * second_word_stride;
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t weights_offset(uint32_t source) const {
     return weights_ + source * weights_stride_;
@@ -248,6 +261,7 @@ struct DeviceControlMap {
  private:
   uint32_t max_chunks_ = 0;
   uint64_t words_ = 0;
+  uint64_t second_words_ = 0;
   uint64_t weights_ = 0;
   uint64_t weights_stride_ = 0;
   uint64_t eager_ = 0;  // of a parity; what follows is within it
@@ -365,6 +379,7 @@ struct alignas(8) LocalState {
   uint32_t placed = 0;    // parts of a plan made of all routing whose slots are there, and one more
                           // when the handshakes are accepted
   uint32_t recorded = 0;  // such parts whose records are there
+  uint32_t goes_on = 0;   // whether a plan with replicas does after its first half: 0 or 1
   StopState stopped = StopState::kRunning;  // set by the first fault
   uint32_t given_up_epoch = 0;              // of the call that made it kGivenUp
   uint32_t broken_epoch = 0;                // of the one that made it kBroken

@@ -30,6 +30,9 @@ struct PlanLaunch {
   int32_t num_indices = 0;
   bool ignores_unknown = false;  // Routing's
   bool has_weights = false;      // also of ranks without tokens, whose pointer may be null
+  // The second half of a plan with replicas, behind launch_swap_counts() of cuda/plan/balance: of
+  // physical experts. The plan has the weights already.
+  bool is_second = false;
   int32_t num_tokens = 0;
   int32_t topk = 0;  // max_topk for a map
   FastDivide by_topk;

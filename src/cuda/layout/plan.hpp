@@ -64,20 +64,29 @@ struct BySource {
 // are aligned to 128 bytes, a cache line of the GPU.
 struct PlanMap {
   uint32_t num_ranks = 1;
-  uint32_t num_experts = 1;
+  uint32_t num_experts = 1;  // physical ones, where there are replicas
   uint32_t max_tokens = 1;
   uint32_t max_topk = 1;
+  uint32_t replicas = 0;  // places for them on each rank
   FastDivide by_ranks;
   FastDivide experts_per_rank;
 
   constexpr PlanMap() : PlanMap(1, 1, 1, 1) {}
-  constexpr PlanMap(uint32_t ranks, uint32_t experts, uint32_t tokens, uint32_t topk)
+  // `experts`: those that tokens choose among.
+  constexpr PlanMap(
+      uint32_t ranks,
+      uint32_t experts,
+      uint32_t tokens,
+      uint32_t topk,
+      uint32_t replicas_of_rank = 0
+  )
       : num_ranks(ranks),
-        num_experts(experts),
+        num_experts(experts + ranks * replicas_of_rank),
         max_tokens(tokens),
         max_topk(topk),
+        replicas(replicas_of_rank),
         by_ranks(ranks),
-        experts_per_rank(experts / ranks) {
+        experts_per_rank(num_experts / ranks) {
     const uint64_t per_local = align(sizeof(int64_t) * (num_experts / num_ranks));
     const uint64_t per_rank = align(sizeof(int32_t) * num_ranks);
     const uint64_t per_route = align(sizeof(int32_t) * max_tokens * max_topk);
@@ -98,6 +107,7 @@ struct PlanMap {
     received = take(per_rank);
     arrival_base = take(per_rank);
     received_base = take(per_rank);
+    placement = take(align(sizeof(int32_t) * num_ranks * replicas));
     route_expert = take(per_route);
     route_slot = take(per_route);
     route_weight = take(per_route);
@@ -110,6 +120,15 @@ struct PlanMap {
     origins = take_all(per_route);
     has_records = take(align(sizeof(uint32_t)));
     num_bytes_ = end;
+  }
+
+  // The same places of everything, where experts are those that tokens choose among: for the first
+  // half of a plan with replicas.
+  [[nodiscard]] constexpr PlanMap of_chosen() const {
+    PlanMap chosen = *this;
+    chosen.num_experts = num_experts - num_ranks * replicas;
+    chosen.experts_per_rank = FastDivide(chosen.num_experts / num_ranks);
+    return chosen;
   }
 
   // What the host reads in exact mode lies before this offset.
@@ -134,6 +153,7 @@ struct PlanMap {
   // int32 [num_ranks] arrivals from each source, summed over the sources before it: where they
   // begin in this rank's staging.
   uint64_t received_base = 0;
+  uint64_t placement = 0;  // int32 [num_ranks, replicas] the expert of each replica, -1: none
 
   // --- this rank's tokens; T = max_tokens, K = max_topk even where the call has less ---
   // int32 [T, K] expert and slot of each route, -1 = none (slot: or dropped).
@@ -187,6 +207,7 @@ struct PlanView {
   [[nodiscard]] WEFT_HD int32_t* received() const { return at<int32_t>(map.received); }
   [[nodiscard]] WEFT_HD int32_t* arrival_base() const { return at<int32_t>(map.arrival_base); }
   [[nodiscard]] WEFT_HD int32_t* received_base() const { return at<int32_t>(map.received_base); }
+  [[nodiscard]] WEFT_HD int32_t* placement() const { return at<int32_t>(map.placement); }
   [[nodiscard]] WEFT_HD int32_t* route_expert() const { return at<int32_t>(map.route_expert); }
   [[nodiscard]] WEFT_HD int32_t* route_slot() const { return at<int32_t>(map.route_slot); }
   [[nodiscard]] WEFT_HD float* route_weight() const { return at<float>(map.route_weight); }
@@ -208,6 +229,20 @@ struct PlanView {
     return at<int32_t>(map.origins(source));
   }
   [[nodiscard]] WEFT_HD uint32_t* has_records() const { return at<uint32_t>(map.has_records); }
+
+  // The expert that a token has chosen whose rows a physical expert has. plan/plan_data.hpp has the
+  // same for the host.
+  [[nodiscard]] WEFT_HD int32_t chosen_expert(int32_t physical) const {
+    if (map.replicas == 0) {
+      return physical;
+    }
+    const auto replicas = static_cast<int32_t>(map.replicas);
+    const auto per_rank = static_cast<int32_t>(map.experts_per_rank.divisor());
+    const auto rank =
+        static_cast<int32_t>(map.experts_per_rank.divide(static_cast<uint32_t>(physical)));
+    const int32_t place = physical - rank * per_rank - (per_rank - replicas);
+    return place < 0 ? physical - rank * replicas : placement()[rank * replicas + place];
+  }
 };
 
 }  // namespace weft

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// plan on a GPU: one kernel; the host waits for the number of rows only if nobody gave it. Or the
-// host has made the plan, and a kernel brings it to the GPUs of the domain. Previous in the data
-// flow: the router, or src/hosts/plan_image.cpp; next: plan.cu or import.cu, then
-// dispatch/call.cpp.
+// plan on a GPU: one kernel, or, with replicas, what balance/call.cpp queues before it; the host
+// waits for the number of rows only if nobody gave it. Or the host has made the plan, and a kernel
+// brings it to the GPUs of the domain. Previous in the data flow: the router, or
+// src/hosts/plan_image.cpp; next: plan.cu or import.cu, then dispatch/call.cpp.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -46,16 +46,16 @@ class CudaPlan final : public DevicePlan {
 
   [[nodiscard]] const PlanData& on_host() const override {
     const std::lock_guard lock(mutex_);
-    if (!copy_) {
+    return whole();
+  }
+
+  [[nodiscard]] const PlanData& shape_on_host() const override {
+    const std::lock_guard lock(mutex_);
+    if (!copy_ && !shape_) {
       const CudaDeviceGuard guard(made_.gpu);
-      // Not the caller's stream, which may be gone.
-      const cudaStream_t stream = made_.maker->stream.get();
-      WEFT_CUDA(Context{}, cudaStreamWaitEvent(stream, made_.maker->last_call.get()));
-      PlanData data = download_plan(made_.me, view_, made_.shape, stream);
-      data.exchange_id = made_.exchange_id;
-      copy_ = std::move(data);
+      shape_ = download_shape(made_.me, view_, made_.shape, stream());
     }
-    return *copy_;
+    return shape_ ? *shape_ : whole();
   }
 
   [[nodiscard]] Plan::OnDevice on_device() const override {
@@ -66,14 +66,33 @@ class CudaPlan final : public DevicePlan {
         &header->overflow,
         view_.rows_per_expert(),
         view_.padded_rows_per_expert(),
-        view_.expert_begin()};
+        view_.expert_begin(),
+        made_.shape.options.balance.replicas > 0 ? view_.placement() : nullptr};
   }
 
  private:
+  // Behind the plan. Not the caller's stream, which may be gone.
+  [[nodiscard]] cudaStream_t stream() const {
+    const cudaStream_t stream = made_.maker->stream.get();
+    WEFT_CUDA(Context{}, cudaStreamWaitEvent(stream, made_.maker->last_call.get()));
+    return stream;
+  }
+
+  [[nodiscard]] const PlanData& whole() const {
+    if (!copy_) {
+      const CudaDeviceGuard guard(made_.gpu);
+      PlanData data = download_plan(made_.me, view_, made_.shape, stream());
+      data.exchange_id = made_.exchange_id;
+      copy_ = std::move(data);
+    }
+    return *copy_;
+  }
+
   Made made_;
   PlanView view_;
   mutable std::mutex mutex_;
   mutable std::optional<PlanData> copy_;
+  mutable std::optional<PlanData> shape_;  // of its output alone
 };
 
 // Overflow::kError: the same text on every rank, which all know every rank's need.
@@ -113,13 +132,13 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
     cudaStream_t stream
 ) {
   check_options(options, context_);
-  check_options_on_gpus(options, context_);
   const RoutingShape routes = check_routing(routing, settings_, context_);
+  check_balance_of(options.balance, routes.topk);
   PlanData data;
   data.shape = {
       .rank = view_.rank,
       .num_ranks = view_.num_ranks,
-      .num_experts = settings_.num_experts,
+      .num_experts = settings_.num_experts + view_.num_ranks * options.balance.replicas,
       .topk = routes.topk,
       .num_tokens = routes.num_tokens,
       .from_map = routes.from_map,
@@ -170,17 +189,21 @@ Plan CudaExchange::make_plan_of(
   return run_call(op, call, [&](cudaStream_t stream) {
     auto [data, launch] = prepare_plan(routing, options, {}, call.number, stream);
     const bool waits = data.has_output_shape;
-    auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape_.get() + plan_map_.shape_bytes());
+    const PlanMap& map = launch.plan.map;
+    auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape_.get() + map.shape_bytes());
     if (waits) {
       *seen = 0;
       launch.host_shape = host_shape_.get();
+    }
+    if (options.balance.replicas > 0) {
+      queue_balance(options.balance, launch, stream);
     }
     launch_plan(launch, stream);
     set_launched(stream);
     ++counters_.num_plans;
     if (waits) {
       wait_shape(seen, stream);
-      const PlanView shape = {host_shape_.get(), plan_map_};
+      const PlanView shape = {host_shape_.get(), map};
       read_output_shape(shape, data);
       data.num_sent = {shape.sent(), shape.sent() + view_.num_ranks};
       data.num_received = {shape.received(), shape.received() + view_.num_ranks};
@@ -240,8 +263,9 @@ PeerAddress CudaExchange::take_plan(PlanData& data, cudaStream_t stream) {
   }
   data.exchange_id = id_;
   const int gpu = settings_.device.index;
-  data.device = std::make_shared<CudaPlan>(CudaPlan::Made{
-      block, own_, view_, plan_map_, gpu, id_, data.shape});
+  const PlanMap map = plan_map(data.shape.options.balance.replicas);
+  data.device =
+      std::make_shared<CudaPlan>(CudaPlan::Made{block, own_, view_, map, gpu, id_, data.shape});
   return block->address;
 }
 

@@ -194,6 +194,30 @@ void read_output_shape(const PlanView& block, PlanData& data) {
   data.padded_rows_per_expert = copy(block.padded_rows_per_expert(), local);
   data.expert_begin = copy(block.expert_begin(), local);
   data.global_routes = copy(block.global_routes(), data.shape.num_experts);
+  const int32_t* const placement = block.placement();
+  data.shape.options.balance.placement.assign(
+      placement, placement + size_t{block.map.num_ranks} * block.map.replicas
+  );
+}
+
+std::optional<PlanData> download_shape(
+    const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream
+) {
+  const Context context = {me.rank, me.num_ranks, "cuda"};
+  std::vector<std::byte> bytes(plan.map.shape_bytes());
+  WEFT_CUDA(
+      context,
+      cudaMemcpyAsync(bytes.data(), plan.data, bytes.size(), cudaMemcpyDeviceToHost, stream)
+  );
+  WEFT_CUDA(context, cudaStreamSynchronize(stream));
+  const PlanView on_host = {bytes.data(), plan.map};
+  if (on_host.header()->epoch == 0) {
+    return std::nullopt;
+  }
+  PlanData data;
+  data.shape = shape;
+  read_output_shape(on_host, data);
+  return data;
 }
 
 PlanData download_plan(

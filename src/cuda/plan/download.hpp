@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <optional>
+
 #include "cuda/layout/control.hpp"
 #include "cuda/layout/plan.hpp"
 #include "plan/plan_data.hpp"
@@ -20,8 +22,15 @@ namespace weft {
     const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream
 );
 
+// The same of the shape of this rank's output alone, without a wait for records. Nothing if the
+// call that should have made the plan was given up.
+[[nodiscard]] std::optional<PlanData> download_shape(
+    const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream
+);
+
 // Reads the shape of this rank's output from the header and the first arrays of a block on the
-// host: all from num_rows to global_routes but row_experts, and options.expert_stride.
+// host: all from num_rows to global_routes but row_experts, options.expert_stride and the placement
+// of replicas.
 void read_output_shape(const PlanView& block, PlanData& data);
 
 }  // namespace weft

@@ -50,7 +50,8 @@ __device__ inline void raise_records(
 __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShared& shared) {
   PlanPlace place = plan_place(call, epoch);
   place.tokens = own_tokens(call, place);
-  if (!swap_counts(call, place, shared)) {
+  const bool is_over = call.is_second && call.me.local->goes_on == 0;
+  if (is_over || !swap_counts(call, place, shared)) {
     if (blockIdx.x == 0) {
       clear_plan(call.plan);
     }

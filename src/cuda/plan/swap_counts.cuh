@@ -10,6 +10,18 @@
 
 namespace weft {
 
+// Where the handshake of a source and its counts lie on every rank, and the signal that says so.
+__device__ __forceinline__ uint64_t
+word_offset(const PlanLaunch& call, uint32_t epoch, uint32_t source) {
+  const DeviceControlMap& map = call.me.map;
+  return call.is_second ? map.second_word_offset(epoch, source) : map.word_offset(epoch, source);
+}
+__device__ __forceinline__ uint32_t
+word_signal(const PlanLaunch& call, uint32_t epoch, uint32_t source) {
+  const SignalSlots signals = call.me.map.signals();
+  return call.is_second ? signals.second_word(epoch, source) : signals.word(epoch, source);
+}
+
 // One thread writes this rank's handshake, except for its status.
 __device__ inline void write_word(const PlanLaunch& call, DeviceHandshake& word) {
   word = DeviceHandshake();
@@ -89,7 +101,7 @@ __device__ inline void post_message(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
   const auto me = static_cast<uint32_t>(call.me.rank);
-  const uint64_t offset = call.me.map.word_offset(place.epoch, me);
+  const uint64_t offset = word_offset(call, place.epoch, me);
   const uint32_t num_vectors =
       (sizeof(DeviceHandshake) + place.columns * sizeof(int32_t) + sizeof(uint4) - 1) /
       sizeof(uint4);
@@ -108,7 +120,7 @@ __device__ inline void post_message(
     if (place.num_ranks > 1) {  // its own only the host reads, once the call has ended
       ptx::fence_sys();
     }
-    const uint32_t slot = call.me.map.signals().word(place.epoch, me);
+    const uint32_t slot = word_signal(call, place.epoch, me);
     for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += place.num_blocks) {
       ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(shared.control[peer]) + slot, place.epoch);
     }
@@ -127,7 +139,7 @@ __device__ inline bool accept_words(
   bool is_good = true;
   if (thread < place.num_ranks && thread != own) {
     const WaitSite site = {Op::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kWord};
-    const uint32_t slot = me.map.signals().word(place.epoch, thread);
+    const uint32_t slot = word_signal(call, place.epoch, thread);
     is_good =
         wait_reached(me, reinterpret_cast<const uint32_t*>(control) + slot, place.epoch, site);
   }
@@ -135,8 +147,8 @@ __device__ inline bool accept_words(
     return false;
   }
 
-  const std::byte* first_word = control + me.map.word_offset(place.epoch, 0);
-  const uint64_t stride = me.map.word_stride;
+  const std::byte* first_word = control + word_offset(call, place.epoch, 0);
+  const uint64_t stride = call.is_second ? me.map.second_word_stride : me.map.word_stride;
   const auto* first_counts = reinterpret_cast<const int32_t*>(first_word + sizeof(DeviceHandshake));
   const uint64_t count_stride = stride / sizeof(int32_t);
   constexpr uint32_t kWordVectors = sizeof(DeviceHandshake) / sizeof(uint4);

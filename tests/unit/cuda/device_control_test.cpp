@@ -23,7 +23,7 @@ TEST(DeviceControlTest, SaysHowManySignalsAreNeededWhere32BitsDoNotSuffice) {
     EXPECT_EQ(slots.needed(), slots.size());
   }
   const SignalSlots many = {.num_ranks = 32, .max_chunks = uint32_t{1} << 27};
-  EXPECT_EQ(many.needed(), (uint64_t{1} << 33) + 7 * 32);
+  EXPECT_EQ(many.needed(), (uint64_t{1} << 33) + 9 * 32);
 }
 
 // Where a token has more choices than there are ranks, eager rows hold one of each if they are not
@@ -81,6 +81,23 @@ TEST(DeviceControlTest, KeepsRoutingOfTwoCallsAndOfEveryRankApart) {
   EXPECT_GE(map.eager_slots_offset(0), map.routing_offset(7, 3) + bytes);
   EXPECT_GE(map.eager_slots_offset(1), map.eager_slots_offset(0) + 800 * sizeof(EagerSlot));
   EXPECT_EQ(map.eager_slots_offset(4), map.num_bytes());
+}
+
+// Nothing of one call's second handshake lies on another call's, or on what else there is.
+TEST(DeviceControlTest, KeepsSecondHandshakesApart) {
+  const DeviceControlMap map = {4, 256, 100, 8};
+  const uint64_t bytes = sizeof(DeviceHandshake) + sizeof(int32_t) * (4 + 256 + 4 * kMostReplicas);
+  EXPECT_GE(map.second_word_offset(6, 0), map.word_offset(7, 3) + map.word_stride);
+  for (const uint32_t epoch : {6U, 7U}) {
+    EXPECT_GE(map.second_word_offset(epoch, 1), map.second_word_offset(epoch, 0) + bytes);
+    EXPECT_EQ(map.second_word_offset(epoch, 3), map.second_word_offset(epoch + 2, 3));
+  }
+  EXPECT_GE(map.second_word_offset(7, 0), map.second_word_offset(6, 3) + bytes);
+  EXPECT_GE(map.weights_offset(0), map.second_word_offset(7, 3) + bytes);
+  const SignalSlots signals = map.signals();
+  EXPECT_EQ(signals.second_word(6, 0), signals.copying(4));
+  EXPECT_EQ(signals.second_word(7, 0), signals.second_word(6, 4));
+  EXPECT_EQ(signals.size(), signals.second_word(7, 4));
 }
 
 TEST(DeviceControlTest, NeedsNoMemoryWithoutEagerRows) {

@@ -23,13 +23,13 @@ TEST(OptionsTest, AcceptsEveryLayout) {
   );
 }
 
-TEST(OptionsTest, RefusesReplicasOnGpus) {
+TEST(OptionsTest, RefusesReplicasBetweenGpus) {
   const std::string text =
-      "plan: balance with 2 replicas on a GPU (balance needs tensors of the CPU) [rank 2/8, shm]";
+      "plan: balance with 2 replicas among GPUs of several hosts (balance needs one host, or "
+      "tensors of the CPU) [rank 2/8, shm]";
   const PlanOptions options = {.balance = {.replicas = 2}};
-  EXPECT_EQ(message_of([&] { check_options_on_gpus(options, kSpeaker); }), text);
   EXPECT_EQ(message_of([&] { check_options_between_gpus(options, kSpeaker); }), text);
-  EXPECT_EQ(message_of([&] { check_options_on_gpus({}, kSpeaker); }), "nothing");
+  EXPECT_EQ(message_of([&] { check_options_between_gpus({}, kSpeaker); }), "nothing");
 }
 
 TEST(OptionsTest, RefusesPadMultiple) {

@@ -5,6 +5,8 @@
 //   counts of all ranks: launch_swap_counts -> launch_plan_balance
 //   this rank's routes: launch_count_routes, then launch_assign_routes -> plan of physical experts
 //
+// call.cpp makes a plan call of them.
+//
 // All memory is the caller's, on the GPU; nothing is allocated and nothing waits for the host.
 #pragma once
 
@@ -18,6 +20,9 @@
 #include "plan/balance/balance.hpp"
 
 namespace weft {
+
+// int32 words of memory that call.cpp needs for plans with up to `largest.replicas` replicas.
+[[nodiscard]] uint64_t balance_scratch_words(const PlanMap& largest);
 
 inline constexpr int kMostBalancedRanks = 64;
 inline constexpr int kAssignBlocks = 32;  // a guess: each of them reads the counts of those before
@@ -75,10 +80,11 @@ void launch_plan_balance(
 );
 void launch_assign_routes(const AssignLaunch& call, cudaStream_t stream);
 
-// The counts of all ranks: `counts` [num_ranks, num_experts], zeroes if the call is given up. A
-// collective call like a plan, with an epoch of its own, which checks this rank's routing and the
-// signature. `plan` is as for launch_plan() with a map of the experts before balancing; of the
-// plan's block only the routes are written, and peers write nothing there.
+// The counts of all ranks: `counts` [num_ranks, num_experts], zeroes if the call is given up. It is
+// the first half of a collective call, which checks this rank's routing and the signature;
+// launch_plan() with PlanLaunch::is_second is the other. `plan` is as for launch_plan() with
+// PlanMap::of_chosen(); of the plan's block only the routes are written, and peers write nothing
+// there.
 void prepare_swap_counts();  // once per device and before any capture
 void launch_swap_counts(const PlanLaunch& plan, int32_t* counts, cudaStream_t stream);
 

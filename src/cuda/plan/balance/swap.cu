@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The counts of all ranks, before balancing: the first half of the plan kernel, as a call of its
-// own. Before: the router; after: launch_plan_balance, then the plan of physical experts.
+// The counts of all ranks, before balancing: what the plan kernel begins with, as the first half of
+// a call whose second is the plan of physical experts. Both have the number of the one call.
+// Before: the router; after: launch_plan_balance.
 #include "cuda/device/kernel.cuh"
 #include "cuda/plan/balance/launch.hpp"
 #include "cuda/plan/shared.cuh"
@@ -36,6 +37,18 @@ __device__ inline void write_counts(
   }
 }
 
+// Every thread of every block calls it as the last thing in the kernel: as finish_call(), but that
+// the call goes on, unless all ranks give it up. One that a rank gives up alone goes on, so that
+// its handshakes tell the others.
+__device__ inline void finish_half(const RankView& me) {
+  __syncthreads();
+  if (threadIdx.x == 0 && ptx::add_acq_rel_gpu(&me.local->done, 1) == gridDim.x - 1) {
+    me.local->done = 0;
+    me.local->grid = 0;
+    me.local->goes_on = stop_state(me) == StopState::kGivenUp ? 0 : 1;
+  }
+}
+
 __global__ void __launch_bounds__(kMaxPlanThreads)
     swap_counts_kernel(const __grid_constant__ SwapLaunch call) {
   __shared__ SmallPlanShared small;
@@ -50,7 +63,7 @@ __global__ void __launch_bounds__(kMaxPlanThreads)
   if (blockIdx.x == 0) {
     write_counts(call, place, shared, is_good);
   }
-  finish_call(call.plan.me, epoch);
+  finish_half(call.plan.me);
 }
 
 }  // namespace
