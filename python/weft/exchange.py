@@ -148,7 +148,7 @@ class Exchange(ExchangeBegin):
         balance: replicas of popular experts take rows of the busiest ranks (docs/balance.md): R of
         them on each rank, placed for this call, or as `Balancing` and `Placement` say. The experts
         of all layouts are then a rank's own and, after them, those of `plan.placement`: whoever
-        computes needs their weights there. On CPUs.
+        computes needs their weights there. Not among GPUs of several hosts.
         """
         choices = {
             "layout": layout,
@@ -247,9 +247,9 @@ class Exchange(ExchangeBegin):
 
         Faster than the two. Where a GPU has to tell the number of rows, everything else is ready
         by then. Where the number is given (row_budget, or expert_stride with "expert_strided"; on
-        all ranks or none), routing by topk_idx, overflow "drop" and no copy engines, it is one
-        launch on GPUs of one domain, in which rows travel while the plan is made, if max_tokens is
-        at most 512 and max_tokens * max_topk of all ranks at most 32,768.
+        all ranks or none), routing by topk_idx, overflow "drop", no replicas and no copy engines,
+        it is one launch on GPUs of one domain, in which rows travel while the plan is made, if
+        max_tokens is at most 512 and max_tokens * max_topk of all ranks at most 32,768.
 
         receives_later: there such a call only sends, without a wait for any rank, and `receive` has
         the rest; elsewhere all is done at once. Each rank may choose for itself.

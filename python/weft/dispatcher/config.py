@@ -51,7 +51,7 @@ class DispatcherConfig:
     moe_experts_ignore_unused_rows: bool = False
     moe_router_padding_for_quantization: bool = False
 
-    # Places on each rank for replicas of popular experts, at most 16, with "hybridep" on CPUs; the
+    # Places on each rank for replicas of popular experts, at most 16, with "hybridep"; the
     # layer says whose weights they get (`replicate_experts`). With block_rows above 1 a replica
     # takes whole blocks of so many rows. combine_order "topk": a token's rows are added in the
     # order of its choices, rounded once, with "hybridep". Weft's own settings.

@@ -17,7 +17,7 @@ the step. "idle": the share of the step in which the GPU waits for the host. The
 of one more step, mean over the ranks. "busiest": routes to the rank that gets most, of the mean, on
 the average of that step's calls: the others wait for it.
 --balanced chooses experts at random, as a training with a loss that balances them would end.
---balance R adds modes in which popular experts have up to R replicas on each rank, on CPUs. All
+--balance R adds modes in which popular experts have up to R replicas on each rank. All
 modes of "weft" then add in the order of a token's choices, and experts multiply blocks of 128 rows,
 so that the losses are still the same, bit for bit.
 "peak" is torch's memory, "others" what else is taken on the GPU after the mode: CUDA, NCCL, Weft,
@@ -60,7 +60,7 @@ def options() -> argparse.ArgumentParser:
     add("--steps", type=int, default=5, help="timed, in each mode (default 5)")
     add("--warmup", type=int, default=2, help="steps before them, not timed (default 2)")
     add("--modes", nargs="+", choices=list(MODES), help="default: all that go with the options")
-    add("--balance", dest="replicas", type=int, metavar="R", help="replicas on each rank, on CPUs")
+    add("--balance", dest="replicas", type=int, metavar="R", help="replicas on each rank")
     add("--tokens", metavar="FILE", help="its bytes are the tokens (default: this package)")
     add("--capacity", type=float, default=1.25, help="of the modes with a budget (default 1.25)")
     add("--balanced", action="store_true", help="experts at random instead of by the router")
@@ -122,10 +122,6 @@ def check_balance(args: argparse.Namespace) -> None:
         raise SystemExit(f"--modes {wanted[0]}: how many replicas? (give --balance R)")
     if args.replicas is None:
         return
-    if args.device == "cuda":
-        raise SystemExit(
-            f"--balance {args.replicas}: exchanges on GPUs refuse replicas today (use --device cpu)"
-        )
     if args.replicas < 0:
         raise SystemExit(f"--balance {args.replicas}: expected at least 0")
     delayed = [name for name in args.modes if MODES[name].delay]

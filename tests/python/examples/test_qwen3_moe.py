@@ -296,7 +296,6 @@ def test_replicas_change_no_loss(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("--device cuda --balance 2", "--balance 2: exchanges on GPUs refuse replicas today"),
         ("--device cpu --balance -1", "--balance -1: expected at least 0"),
         ("--device cpu --modes weft-balance", "--modes weft-balance: how many replicas?"),
         (

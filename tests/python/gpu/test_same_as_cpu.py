@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from balance_case import replicas
+from balance_case import balanced, balanced_dispatcher, balanced_layer, replicas
 from ep_case import ep
 
 import weft
@@ -355,7 +355,12 @@ CASES = {
 }
 
 
-ONE_HOST = {"by_choice": by_choice}  # refused among GPUs of several
+ONE_HOST = {  # refused among GPUs of several
+    "by_choice": by_choice,
+    "balanced": balanced,
+    "balanced_layer": balanced_layer,
+    "balanced_dispatcher": balanced_dispatcher,
+}
 
 
 def both(rank, num_ranks, group, name):
@@ -480,7 +485,7 @@ def test_same_bits_between_domains(ranks, name, num_ranks, per_domain):
     ranks(in_domains, num_ranks, name, per_domain)
 
 
-def captured(rank, num_ranks, group):
+def captured(rank, num_ranks, group, balance):
     """A layer in budget mode, replayed with new routing in the same tensors."""
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -490,7 +495,7 @@ def captured(rank, num_ranks, group):
     )
 
     def layer():
-        plan = exchange.plan(inputs.idx, row_budget=1024)
+        plan = exchange.plan(inputs.idx, row_budget=1024, balance=balance)
         rows, row_weights, _ = weft.dispatch(plan, inputs.x, inputs.weights)
         scaled = torch.where(row_weights > 0, rows * row_weights.to(rows.dtype), 0)
         return plan, weft.combine(plan, scaled).x
@@ -520,8 +525,9 @@ def captured(rank, num_ranks, group):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_layer_can_be_captured(ranks, num_ranks):
-    ranks(captured, num_ranks)
+@pytest.mark.parametrize("balance", [0, 2])
+def test_a_layer_can_be_captured(ranks, num_ranks, balance):
+    ranks(captured, num_ranks, balance)
 
 
 def late(rank, num_ranks, group, has_graphs=True):
