@@ -194,6 +194,7 @@ Memory::Gpu reserved_by_gpu(const Scenario& scenario) {
       topk,
       domains.has_several() ? 0 : eager_row_room(members, tokens, topk, hidden)};
   const PlanMap plan = {members, experts, tokens, topk};
+  const PlanMap block = {members, experts, tokens, topk, kMostReplicas};  // on a GPU any plan fits
   uint64_t rounds = 1;  // the same on all ranks of a domain
   for (const int member : domains.near()) {
     rounds = std::max<uint64_t>(rounds, 1 + domains.forwarded_by(member).size());
@@ -202,7 +203,7 @@ Memory::Gpu reserved_by_gpu(const Scenario& scenario) {
       .signals = map.word_offset(0, 0),
       .words = map.weights_offset(0) - map.word_offset(0, 0),
       .weights = map.num_bytes() - map.weights_offset(0),
-      .plan = rounds * plan.num_bytes(),
+      .plan = rounds * block.num_bytes(),
       .staging = staging_of_gpu(scenario, static_cast<int>(members))};
   if (domains.has_several()) {
     add_inter_node(scenario, domains, plan.num_bytes(), gpu);

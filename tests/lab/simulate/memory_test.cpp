@@ -29,7 +29,7 @@ Memory reserved(
 TEST(SimulatedMemoryTest, FollowsTheMapsOfTheExecutors) {
   const Memory memory = reserved(32, 2304, 32);
   const DeviceControlMap control = {32, 2304, 4096, 8};
-  const PlanMap plan = {32, 2304, 4096, 8};
+  const PlanMap plan = {32, 2304, 4096, 8, kMostReplicas};
   EXPECT_EQ(memory.gpu.control(), control.num_bytes());
   EXPECT_EQ(memory.gpu.plan, plan.num_bytes());
   EXPECT_EQ(memory.gpu.staging, size_class(4096 * 8 * (256 + 256)));
@@ -45,7 +45,7 @@ TEST(SimulatedMemoryTest, ShortCallsOfOneDomainHaveRoomForEarlyRows) {
 TEST(SimulatedMemoryTest, GpusOfADomainKnowTheirOwnAndPlanInRounds) {
   const Memory memory = reserved(32);
   const DeviceControlMap control = {4, 288, 4096, 8};
-  const PlanMap plan = {4, 288, 4096, 8};
+  const PlanMap plan = {4, 288, 4096, 8, kMostReplicas};
   EXPECT_EQ(memory.gpu.control(), control.num_bytes());
   EXPECT_EQ(memory.gpu.plan, 8 * plan.num_bytes());  // own tokens, and those of 7 carried sources
 }
@@ -71,7 +71,7 @@ TEST(SimulatedMemoryTest, GpusKeepRoomForAllThatMayCross) {
 
 TEST(SimulatedMemoryTest, GpusOfUnevenDomainsPlanAsManyRoundsAsTheBusiestForwarder) {
   const Memory memory = reserved(9);  // domains of 4, 4 and 1: the last one's forwarder is rank 0
-  const PlanMap plan = {4, 1024, 4096, 8};
+  const PlanMap plan = {4, 1024, 4096, 8, kMostReplicas};
   EXPECT_EQ(memory.gpu.plan, 3 * plan.num_bytes());
 }
 

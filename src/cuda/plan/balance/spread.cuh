@@ -8,6 +8,7 @@
 #include "cuda/device/lanes.cuh"
 #include "cuda/plan/balance/launch.hpp"
 #include "cuda/plan/balance/place.cuh"
+#include "cuda/plan/shared_map.hpp"
 #include "weft/plan.hpp"
 
 namespace weft {
