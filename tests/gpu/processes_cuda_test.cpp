@@ -70,7 +70,8 @@ class GpuProcessesTest : public testing::Test {
     setup.timeout = 20s;
     std::vector<CaseData> cases;
     for (uint64_t seed = 500; seed < 500 + num_cases; ++seed) {
-      cases.push_back(make_case_data(setup, random_case(setup, seed)));
+      const Case spec = seed % 5 == 0 ? balanced_case(setup, seed) : random_case(setup, seed);
+      cases.push_back(make_case_data(setup, spec));
     }
     const std::vector<int> all_well(static_cast<size_t>(num_ranks), 0);
     EXPECT_EQ(run_cases_on_processes(cases), all_well);
