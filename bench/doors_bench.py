@@ -445,7 +445,8 @@ def run(args: argparse.Namespace, device: torch.device) -> list[dict]:
             (row["case"], row["op"], row["dtype"]): row for row in rows if row["mode"] == "eager"
         }
         for bench, door in doors(args, device):
-            door.call(door.inputs[0])  # its buffer is a new one, whose first call does more
+            for _ in range(WARMUP):
+                door.call(door.inputs[0])  # its buffer is a new one, whose first calls do more
             settle(device)
             row = eager[bench.case_name, door.op, door.dtype]
             row["gpu_items"] = gpu_items(door)
