@@ -13,8 +13,6 @@
 //   words       [2 parities][num_ranks]  DeviceHandshake, the handshake of a call; of a plan call
 //   also
 //               arrivals [num_ranks] and routes [num_experts] int32
-//   second      [2 parities][num_ranks]  the same, by physical expert: the second handshake of a
-//   words       plan with replicas
 //   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, k): of dispatch, or of
 //               kSourceWeights where rows are not eager
 //   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
@@ -27,6 +25,8 @@
 //               rank makes by itself; or only its weights, of kSourceWeights beside eager rows
 //   eager slots [num_ranks][max_tokens * max_topk]  EagerSlot: where eager rows go on this rank
 //   copied      [2 areas][num_ranks]  CopiedRows of a source, brought by its copy engines
+//   second      [2 parities][num_ranks]  words like those above, by physical expert: the second
+//   words       handshake of a plan with replicas
 //
 // The handshake of a parity may be overwritten two calls later: by then every rank has read it,
 // because no kernel ends before it has seen the handshakes of all ranks. The same holds for eager
@@ -167,7 +167,6 @@ struct DeviceControlMap {
   bool has_route_rows = false;      // there is room for a row of each route of a rank
   uint64_t copied_token_bytes = 0;  // 0: no room for rows that copy engines bring
   uint64_t word_stride = 0;         // from one source's handshake to the next one's
-  uint64_t second_word_stride = 0;  // likewise, with room for the most replicas
   uint64_t copied_stride = 0;       // from one source's rows of copy engines to the next one's
 
   constexpr DeviceControlMap() : DeviceControlMap(1, 1, 1, 1) {}
@@ -194,14 +193,12 @@ struct DeviceControlMap {
         eager_row_bytes > 0 && (routes <= eager_tokens || route_bytes <= kMaxEagerBytes);
     const uint64_t eager_rows = has_route_rows && routes > eager_tokens ? routes : eager_tokens;
     word_stride = align(sizeof(DeviceHandshake) + sizeof(int32_t) * (num_ranks + num_experts));
-    second_word_stride = word_stride + align(sizeof(int32_t) * kMostReplicas * num_ranks);
     weights_stride_ = align(token_weights);
     eager_weights_stride_ = token_weights;
     routing_stride_ = align(sizeof(uint64_t) * routing().size());
     eager_slots_stride_ = align(sizeof(EagerSlot) * routing().max_routes);
     words_ = align(sizeof(uint32_t) * signals().size());
-    second_words_ = words_ + 2 * num_ranks * word_stride;
-    weights_ = second_words_ + 2 * num_ranks * second_word_stride;
+    weights_ = words_ + 2 * num_ranks * word_stride;
     eager_ = stamp_offset() + align(sizeof(uint64_t));
     eager_scales_ = align(eager_rows * eager_row_bytes);
     eager_weights_ = eager_scales_ + align(eager_tokens * kScaleRoom);
@@ -217,10 +214,6 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr SignalSlots signals() const { return {num_ranks, max_chunks_}; }
   [[nodiscard]] WEFT_HD constexpr uint64_t word_offset(uint32_t epoch, uint32_t source) const {
     return words_ + (epoch % 2 * num_ranks + source) * word_stride;
-  }
-  [[nodiscard]] WEFT_HD constexpr uint64_t second_word_offset(uint32_t epoch, uint32_t source)
-      const {
-    return second_words_ + (epoch % 2 * num_ranks + source) * second_word_stride;
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t weights_offset(uint32_t source) const {
     return weights_ + source * weights_stride_;
@@ -256,12 +249,22 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t copied_offset(uint32_t area, uint32_t source) const {
     return copied_ + (area * num_ranks + source) * copied_stride;
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return copied_offset(2, 0); }
+  // What few calls need is computed each time: whatever is stored here is a parameter of every
+  // kernel, and where there are few tokens, to fetch those takes time.
+  [[nodiscard]] WEFT_HD constexpr uint64_t second_word_stride() const {
+    return word_stride + align(sizeof(int32_t) * kMostReplicas * num_ranks);
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t second_word_offset(uint32_t epoch, uint32_t source)
+      const {
+    return copied_offset(2, 0) + (epoch % 2 * num_ranks + source) * second_word_stride();
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const {
+    return second_word_offset(1, num_ranks);
+  }
 
  private:
   uint32_t max_chunks_ = 0;
   uint64_t words_ = 0;
-  uint64_t second_words_ = 0;
   uint64_t weights_ = 0;
   uint64_t weights_stride_ = 0;
   uint64_t eager_ = 0;  // of a parity; what follows is within it

@@ -67,7 +67,6 @@ struct PlanMap {
   uint32_t num_experts = 1;  // physical ones, where there are replicas
   uint32_t max_tokens = 1;
   uint32_t max_topk = 1;
-  uint32_t replicas = 0;  // places for them on each rank
   FastDivide by_ranks;
   FastDivide experts_per_rank;
 
@@ -84,9 +83,9 @@ struct PlanMap {
         num_experts(experts + ranks * replicas_of_rank),
         max_tokens(tokens),
         max_topk(topk),
-        replicas(replicas_of_rank),
         by_ranks(ranks),
-        experts_per_rank(num_experts / ranks) {
+        experts_per_rank(num_experts / ranks),
+        replicas(replicas_of_rank) {
     const uint64_t per_local = align(sizeof(int64_t) * (num_experts / num_ranks));
     const uint64_t per_rank = align(sizeof(int32_t) * num_ranks);
     const uint64_t per_route = align(sizeof(int32_t) * max_tokens * max_topk);
@@ -153,7 +152,6 @@ struct PlanMap {
   // int32 [num_ranks] arrivals from each source, summed over the sources before it: where they
   // begin in this rank's staging.
   uint64_t received_base = 0;
-  uint64_t placement = 0;  // int32 [num_ranks, replicas] the expert of each replica, -1: none
 
   // --- this rank's tokens; T = max_tokens, K = max_topk even where the call has less ---
   // int32 [T, K] expert and slot of each route, -1 = none (slot: or dropped).
@@ -175,6 +173,11 @@ struct PlanMap {
   BySource origins;
   // uint32 1 if a host that asked found the arrivals of all sources, 2 if not (download.hpp).
   uint64_t has_records = 0;
+
+  // --- replicas, last: what most kernels need of their parameters lies together ---
+  uint32_t replicas = 0;  // places for them on each rank
+  // int32 [num_ranks, replicas] the expert of each, -1: none. It is among what the host reads.
+  uint64_t placement = 0;
 
  private:
   [[nodiscard]] static constexpr uint64_t align(uint64_t bytes) {

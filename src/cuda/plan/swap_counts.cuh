@@ -148,7 +148,7 @@ __device__ inline bool accept_words(
   }
 
   const std::byte* first_word = control + word_offset(call, place.epoch, 0);
-  const uint64_t stride = call.is_second ? me.map.second_word_stride : me.map.word_stride;
+  const uint64_t stride = call.is_second ? me.map.second_word_stride() : me.map.word_stride;
   const auto* first_counts = reinterpret_cast<const int32_t*>(first_word + sizeof(DeviceHandshake));
   const uint64_t count_stride = stride / sizeof(int32_t);
   constexpr uint32_t kWordVectors = sizeof(DeviceHandshake) / sizeof(uint4);
