@@ -123,16 +123,25 @@ void Written::add_tiles(ScalarType type, const RowsShape& shape, int64_t cols) {
   output.scales = made_.add(num_blocks * tile_rows, cols, type, tiles);
 }
 
-// Where every row comes from, and how many there are of each expert.
+// How many rows there are of each expert, and where each comes from.
 void Written::add_blocks(int64_t num_rows) {
-  if (!output.sources.is_given()) {
-    output.sources = add(num_rows, 2, ScalarType::kInt32);
-    has_sources_ = true;
-  }
-  if (!output.counts.is_given()) {
-    sizes_.push_back({num_rows, 1});
-    output.counts = made_.add(1, num_blocks_, ScalarType::kInt32, {1, {num_blocks_}, {1}});
-    has_counts_ = true;
+  const int64_t stride = num_rows / num_blocks_;
+  const Part counts = {1, num_blocks_, {1, {num_blocks_}, {1}}};
+  const Part sources = {num_rows, 2, {3, {num_blocks_, stride, 2}, {2 * stride, 2, 1}}};
+  has_counts_ = !output.counts.is_given();
+  has_sources_ = !output.sources.is_given();
+  const auto add_part = [&](const Part& part) {
+    return made_.add(part.rows, part.cols, ScalarType::kInt32, part.shape);
+  };
+  sizes_.resize(sizes_.size() + static_cast<size_t>(has_counts_ + has_sources_), {num_rows, 1});
+  if (has_counts_ && has_sources_) {
+    const auto [first, second] = made_.add_both(ScalarType::kInt32, counts, sources);
+    output.counts = first;
+    output.sources = second;
+  } else if (has_counts_) {
+    output.counts = add_part(counts);
+  } else if (has_sources_) {
+    output.sources = add_part(sources);
   }
 }
 
@@ -154,8 +163,8 @@ nb::tuple Written::take(int64_t num_rows) {
   const nb::object weights = of(output.weights);
   const nb::object scales = as(of(output.scales), scales_type_);
   const nb::object experts = of(output.experts);
-  const nb::object sources = has_sources_ ? tensors[next++] : nb::none();
   const nb::object counts = has_counts_ ? tensors[next++] : nb::none();
+  const nb::object sources = has_sources_ ? tensors[next++] : nb::none();
   return nb::make_tuple(rows, weights, scales, experts, sources, counts);
 }
 

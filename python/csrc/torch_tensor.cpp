@@ -54,6 +54,14 @@ using EmptyStrided = int32_t(
     int32_t device,
     void** made
 );
+using Reinterpret = int32_t(
+    void* tensor,
+    int64_t num_dims,
+    const int64_t* sizes,
+    const int64_t* strides,
+    int64_t offset,
+    void** made
+);
 using GetData = int32_t(void* tensor, void** data);
 using Delete = int32_t(void* tensor);
 
@@ -64,6 +72,7 @@ struct Torch {
   nb::object outputs = nb::module_::import_("weft.outputs");
   const DlExchange* exchange = nullptr;
   EmptyStrided* empty_strided = nullptr;
+  Reinterpret* reinterpret = nullptr;  // of memory of another tensor
   GetData* get_data = nullptr;
   Delete* free = nullptr;
   nb::object to_tensors;  // of capsules with what empty_strided made, which it takes over
@@ -84,7 +93,10 @@ struct Torch {
     to_tensors = nb::getattr(shim, "alloc_tensors_by_stealing_from_void_ptrs", nb::none());
     if (library != nullptr && !to_tensors.is_none()) {
       empty_strided =
-          reinterpret_cast<EmptyStrided*>(dlsym(library, "aoti_torch_empty_strided"));   // NOLINT
+          reinterpret_cast<EmptyStrided*>(dlsym(library, "aoti_torch_empty_strided"));  // NOLINT
+      reinterpret = reinterpret_cast<Reinterpret*>(                                     // NOLINT
+          dlsym(library, "aoti_torch__reinterpret_tensor")
+      );
       get_data = reinterpret_cast<GetData*>(dlsym(library, "aoti_torch_get_data_ptr"));  // NOLINT
       free =
           reinterpret_cast<Delete*>(dlsym(library, "aoti_torch_delete_tensor_object"));  // NOLINT
@@ -362,33 +374,75 @@ Tensor NewTensors::add(int64_t rows, int64_t cols, ScalarType type) {
 }
 
 Tensor NewTensors::add(int64_t rows, int64_t cols, ScalarType type, const Shape& shape) {
-  const Torch& torch = looked_up<Torch>();
-  const bool is_cuda = device_.kind == Device::Kind::kCuda;
   const auto& [num_dims, sizes, strides] = shape;
-  const auto number = static_cast<int32_t>(type);
-  const int gpu = is_cuda ? device_.index : -1;
-  void* handle = nullptr;
-  void* data = nullptr;
-  if (torch.can_make()) {
-    const nb::gil_scoped_release no_gil;  // a segment of a pool may take the time of all ranks
-    const int32_t where = is_cuda ? kTorchCuda : kTorchCpu;
-    if (torch.empty_strided(num_dims, sizes.data(), strides.data(), number, where, gpu, &handle) !=
-        0) {
-      handle = nullptr;
+  if (void* handle = make(shape, type); handle != nullptr) {
+    return add_made(handle, rows, cols, type);
+  }
+  const std::vector<int64_t> of_dims(sizes.begin(), sizes.begin() + num_dims);
+  const std::vector<int64_t> steps(strides.begin(), strides.begin() + num_dims);
+  const int gpu = device_.kind == Device::Kind::kCuda ? device_.index : -1;
+  add(looked_up<Torch>().outputs.attr("empty")(of_dims, steps, static_cast<int>(type), gpu));
+  auto* data = reinterpret_cast<std::byte*>(  // NOLINT: torch gives it as a number
+      nb::cast<uintptr_t>(objects_.back().attr("data_ptr")())
+  );
+  return {data, core_type(type), rows, cols, -1, device_};
+}
+
+std::array<Tensor, 2> NewTensors::add_both(ScalarType type, const Part& first, const Part& second) {
+  const Torch& torch = looked_up<Torch>();
+  constexpr int64_t kStep = 128;  // elements: each part begins where torch would have it begin
+  const int64_t begin = (first.rows * first.cols + kStep - 1) / kStep * kStep;
+  const int64_t size = begin + second.rows * second.cols;
+  const auto part = [&](void* whole, const Shape& shape, int64_t from) {
+    void* made = nullptr;
+    const auto& [num_dims, sizes, strides] = shape;
+    const int32_t problem =
+        torch.reinterpret(whole, num_dims, sizes.data(), strides.data(), from, &made);
+    return problem == 0 ? made : nullptr;
+  };
+  if (void* whole = torch.reinterpret == nullptr ? nullptr : make({1, {size}, {1}}, type);
+      whole != nullptr) {
+    void* const one = part(whole, first.shape, 0);
+    void* const other = part(whole, second.shape, begin);
+    torch.free(whole);
+    if (one != nullptr && other != nullptr) {
+      return {
+          add_made(one, first.rows, first.cols, type),
+          add_made(other, second.rows, second.cols, type)};
+    }
+    for (void* made : {one, other}) {
+      if (made != nullptr) {
+        torch.free(made);
+      }
     }
   }
-  if (handle != nullptr) {
-    torch.get_data(handle, &data);
-    handles_.push_back(handle);
-    objects_.emplace_back();
-  } else {
-    const std::vector<int64_t> of_dims(sizes.begin(), sizes.begin() + num_dims);
-    const std::vector<int64_t> steps(strides.begin(), strides.begin() + num_dims);
-    add(torch.outputs.attr("empty")(of_dims, steps, number, gpu));
-    data = reinterpret_cast<void*>(nb::cast<uintptr_t>(  // NOLINT: torch gives it as a number
-        objects_.back().attr("data_ptr")()
-    ));
+  return {
+      add(first.rows, first.cols, type, first.shape),
+      add(second.rows, second.cols, type, second.shape)};
+}
+
+void* NewTensors::make(const Shape& shape, ScalarType type) const {
+  const Torch& torch = looked_up<Torch>();
+  if (!torch.can_make()) {
+    return nullptr;
   }
+  const bool is_cuda = device_.kind == Device::Kind::kCuda;
+  const int32_t where = is_cuda ? kTorchCuda : kTorchCpu;
+  const int gpu = is_cuda ? device_.index : -1;
+  const auto& [num_dims, sizes, strides] = shape;
+  void* made = nullptr;
+  const nb::gil_scoped_release no_gil;  // a segment of a pool may take the time of all ranks
+  const int32_t problem = torch.empty_strided(
+      num_dims, sizes.data(), strides.data(), static_cast<int32_t>(type), where, gpu, &made
+  );
+  return problem == 0 ? made : nullptr;
+}
+
+Tensor NewTensors::add_made(void* handle, int64_t rows, int64_t cols, ScalarType type) {
+  handles_.push_back(handle);
+  objects_.emplace_back();
+  void* data = nullptr;
+  looked_up<Torch>().get_data(handle, &data);
   return {static_cast<std::byte*>(data), core_type(type), rows, cols, -1, device_};
 }
 

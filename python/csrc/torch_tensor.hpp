@@ -68,6 +68,13 @@ struct Shape {
   std::array<int64_t, 3> strides;
 };
 
+// Of memory that several tensors share.
+struct Part {
+  int64_t rows;
+  int64_t cols;
+  Shape shape;
+};
+
 // Makes tensors of one device, whose contents are undefined, for the current stream. Python gets
 // them together, which costs a fraction of as many calls of torch.
 class NewTensors {
@@ -85,10 +92,17 @@ class NewTensors {
   Tensor add(int64_t rows, int64_t cols, ScalarType type, const Shape& shape);
   // One that was made elsewhere.
   void add(nb::object tensor);
+  // Two of a type in one piece of memory, the first where it begins: torch's allocator is asked
+  // once.
+  std::array<Tensor, 2> add_both(ScalarType type, const Part& first, const Part& second);
   // In the order of add(); once.
   [[nodiscard]] std::vector<nb::object> take();
 
  private:
+  // A handle of torch's, or null where Python has to make the tensor, or to say why not.
+  [[nodiscard]] void* make(const Shape& shape, ScalarType type) const;
+  Tensor add_made(void* handle, int64_t rows, int64_t cols, ScalarType type);
+
   Device device_;
   std::vector<void*> handles_;       // null where the tensor is in objects_
   std::vector<nb::object> objects_;  // as many
