@@ -2,6 +2,8 @@
 // How calls of weft/compat are refused, where that is asked in every call: the rules about routing
 // and about blocks of low-latency calls. weft/compat/deep_ep/checks.py has the other rules, and the
 // words for tensors.
+#include "checks_py.hpp"
+
 #include <algorithm>
 #include <array>
 #include <initializer_list>
@@ -12,7 +14,6 @@
 #include <string>
 
 #include "call/quantise.hpp"
-#include "tensors_py.hpp"
 #include "weft/calls.hpp"
 #include "weft/plan.hpp"
 #include "weft/routing.hpp"
@@ -195,16 +196,12 @@ struct BlockFormats {
   }
 };
 
-// What low_latency_dispatch asks of its tensors (x, topk_idx, topk_weights, statistics of counts
-// and of waits, and x_global_scale), sizes and BlockFormats. Returns H, K and the
-// options of the call.
-nb::tuple check_block_dispatch(
-    const nb::tuple& tensors,
-    int64_t num_max,
-    int64_t num_experts,
-    int64_t num_ranks,
-    const nb::tuple& formats
+}  // namespace
+
+BlockDispatch check_block_dispatch(
+    const nb::tuple& tensors, const BlockSizes& sizes, const nb::tuple& formats
 ) {
+  const auto& [num_max, num_experts, num_ranks] = sizes;
   const nb::handle x = tensors[0];
   check_tensor("x", x, kBFloat16, {"T", "H"});
   const int64_t num_tokens = size_of(x, 0);
@@ -234,11 +231,9 @@ nb::tuple check_block_dispatch(
   options.blocks = true;
   options.ignores_unknown = true;
   stored.set(options);
-  return nb::make_tuple(hidden, topk, options);
+  return {hidden, topk, options};
 }
 
-// What low_latency_combine asks of its tensors: x, topk_idx, topk_weights, out, and statistics of
-// waits. `hidden` and `stride`: of the plan's rows and blocks.
 void check_block_combine(
     const nb::tuple& tensors, const Plan& plan, int64_t stride, int64_t hidden
 ) {
@@ -252,8 +247,6 @@ void check_block_combine(
   check_optional("out", tensors[3], kBFloat16, {num_tokens, hidden});
   check_optional("combine_wait_recv_cost_stats", tensors[4], kInt64, {num_ranks});
 }
-
-}  // namespace
 
 void bind_checks(nb::module_& m) {
   using nb::arg;
@@ -282,7 +275,15 @@ void bind_checks(nb::module_& m) {
   );
   m.def(
       "check_block_dispatch",
-      &check_block_dispatch,
+      [](const nb::tuple& tensors,
+         int64_t num_max,
+         int64_t num_experts,
+         int64_t num_ranks,
+         const nb::tuple& formats) {
+        const BlockDispatch call =
+            check_block_dispatch(tensors, {num_max, num_experts, num_ranks}, formats);
+        return nb::make_tuple(call.hidden, call.topk, call.options);
+      },
       arg("tensors"),
       arg("num_max"),
       arg("num_experts"),

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "checks_py.hpp"
 #include "survival_py.hpp"
 #include "tensors_py.hpp"
 #include "weft/exchange.hpp"
@@ -49,6 +50,11 @@ const Names<Wire>& wire_names() {
   static const Names<Wire> names = {
       {"none", Wire::kNone}, {"fp8", Wire::kFp8}, {"logfmt10", Wire::kLogFmt10}};
   return names;
+}
+
+// A cudaStream_t, which torch gives as a number.
+void* stream_of(uintptr_t number) {
+  return reinterpret_cast<void*>(number);  // NOLINT
 }
 
 Plan plan(Calls& calls, const nb::tuple& routing, const Options& options) {
@@ -134,28 +140,29 @@ std::optional<Written> written_ahead(
   return std::nullopt;
 }
 
+// How a dispatch is made whose plan is still to be made.
+struct Routed {
+  nb::handle pool_of;                 // returns the pool for the rows of this exchange, or is None
+  std::optional<int64_t> given_rows;  // how many, if nobody waits to hear it
+  bool is_one_call;                   // all ranks make both by the call that does
+};
+
 // The plan; what the dispatch threw, if the plan was good (what the plan throws is thrown); and
-// what `dispatch` returns, or None if that is still to be called. is_one_call: all ranks make both
-// by the call that does. given_rows: how many, if nobody waits to hear it. pool_of: returns the
-// pool, or is None.
+// what `dispatch` returns, or None if that is still to be called.
 nb::tuple plan_and_dispatch(
     Calls& calls,
-    const nb::tuple& routing,
-    const nb::tuple& sent,
-    bool has_experts,
+    const RoutingGiven& routes,
+    const SentGiven& given,
     const Options& options,
-    nb::handle pool_of,
-    std::optional<int64_t> given_rows,
-    bool is_one_call
+    const Routed& how
 ) {
-  const RoutingGiven routes(routing);
-  const SentGiven given(sent, has_experts);
+  const auto& [pool_of, given_rows, is_one_call] = how;
   nb::object pool = nb::none();
   const bool is_alone =
       is_one_call &&
       calls.exchange().writes_alone(routes.routing(options), options, given.x.tensor, options);
   if (!pool_of.is_none() && !is_alone) {
-    pool = pool_of();
+    pool = pool_of(nb::find(calls));
   }
   std::optional<Written> written = written_ahead(calls, routes, given, options, pool, given_rows);
   const DispatchOutput output = written ? written->output : DispatchOutput{};
@@ -192,6 +199,41 @@ nb::tuple plan_and_dispatch(
   return nb::make_tuple(
       *plan, told, is_sent ? nb::object(written->take(plan->num_rows())) : nb::none()
   );
+}
+
+// low_latency_dispatch (weft/compat) where all is as it mostly is: what check_block_dispatch asks,
+// and plan_and_dispatch. None, and nothing has begun, if the exchange has not these sizes, or if
+// the statistics of counts have gaps.
+nb::object dispatch_blocks(
+    Calls& calls,
+    const nb::tuple& tensors,
+    int64_t num_max,
+    int64_t num_experts,
+    int64_t num_ranks,
+    const nb::tuple& formats,
+    uintptr_t stream,
+    nb::handle pool_of,
+    bool is_one_call
+) {
+  BlockDispatch call = check_block_dispatch(tensors, {num_max, num_experts, num_ranks}, formats);
+  const nb::object none = nb::none();
+  const nb::handle stats = tensors[3];
+  const RoutingGiven routes(nb::make_tuple(tensors[1], none, none, none));
+  const SentGiven given(
+      nb::make_tuple(tensors[0], tensors[2], none, none, none, stats, tensors[5]), false
+  );
+  const ExchangeConfig& config = calls.exchange().config();
+  const int64_t num_local = num_experts / num_ranks;
+  const bool is_for_it = call.hidden == config.hidden && given.x.tensor.device == config.device &&
+                         num_local * calls.exchange().num_ranks() == config.num_experts &&
+                         num_max <= config.max_tokens && call.topk <= config.max_topk;
+  const bool has_gaps = !stats.is_none() && !given.count_sums.owner.is(stats);
+  if (!is_for_it || has_gaps) {
+    return none;
+  }
+  call.options.stream = stream_of(stream);
+  const int64_t num_rows = call.options.expert_stride * num_local;
+  return plan_and_dispatch(calls, routes, given, call.options, {pool_of, num_rows, is_one_call});
 }
 
 // `plan` of a call that `receives_later`.
@@ -241,6 +283,30 @@ nb::tuple combine(
   return nb::make_tuple(x, has_weights ? tensors.back() : nb::none());
 }
 
+// low_latency_combine (weft/compat) where all is as it mostly is: what check_block_combine asks,
+// and combine. None, and nothing has begun, if `out` (the fourth of the tensors) has gaps.
+nb::object combine_blocks(
+    Calls& calls,
+    const nb::tuple& tensors,
+    const Plan& plan,
+    int64_t stride,
+    int64_t hidden,
+    uintptr_t stream
+) {
+  check_block_combine(tensors, plan, stride, hidden);
+  const nb::object out = tensors[3];
+  if (!out.is_none() && !read("out", out).owner.is(out)) {
+    return nb::none();
+  }
+  Options options;
+  options.scale = CombineScale::kSourceWeights;
+  options.blocks = true;
+  options.stream = stream_of(stream);
+  const nb::object none = nb::none();
+  const nb::tuple brought = nb::make_tuple(tensors[0], none, tensors[2], tensors[1], none);
+  return combine(calls, plan, brought, out, options)[0];
+}
+
 void refuse(
     Calls& calls, std::string_view verb, const std::string& reason, const Options& options
 ) {
@@ -257,8 +323,7 @@ void refuse(
 void add_waits(Calls& calls, nb::handle sums, int64_t times, uintptr_t stream) {
   const Given given = read_vector("sums", sums);
   calls.locked([&](Exchange& exchange) {
-    // NOLINTNEXTLINE: torch gives streams as numbers
-    exchange.add_waits(given.tensor, times, reinterpret_cast<void*>(stream));
+    exchange.add_waits(given.tensor, times, stream_of(stream));
   });
 }
 
@@ -350,8 +415,7 @@ void bind_options(nb::module_& m) {
       {"plan", CombineScale::kPlanWeights},
       {"source", CombineScale::kSourceWeights}};
   const auto set_stream = [](Options& options, uintptr_t stream) {
-    options.stream =
-        reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
+    options.stream = stream_of(stream);
   };
   // (replicas, min_rows, block_rows, replica_rows, placement, empty if it is to be planned)
   using GivenBalance = std::tuple<int, int64_t, int64_t, int64_t, std::vector<int32_t>>;
@@ -425,7 +489,19 @@ void bind_exchange(nb::module_& m) {
       )
       .def(
           "plan_and_dispatch",
-          &plan_and_dispatch,
+          [](Calls& calls,
+             const nb::tuple& routing,
+             const nb::tuple& sent,
+             bool has_experts,
+             const Options& options,
+             nb::handle pool_of,
+             std::optional<int64_t> given_rows,
+             bool is_one_call) {
+            const RoutingGiven routes(routing);
+            const SentGiven given(sent, has_experts);
+            const Routed how = {pool_of, given_rows, is_one_call};
+            return plan_and_dispatch(calls, routes, given, options, how);
+          },
           arg("routing"),
           arg("sent"),
           arg("has_experts"),
@@ -434,9 +510,34 @@ void bind_exchange(nb::module_& m) {
           arg("given_rows").none(),
           arg("is_one_call")
       )
+      .def(
+          "dispatch_blocks",
+          &dispatch_blocks,
+          arg("tensors"),
+          arg("num_max"),
+          arg("num_experts"),
+          arg("num_ranks"),
+          arg("formats"),
+          arg("stream"),
+          arg("pool_of").none(),
+          arg("is_one_call"),
+          "check_block_dispatch of the same arguments, and plan_and_dispatch by it; None if the "
+          "exchange has other sizes, or the statistics of counts have gaps."
+      )
       .def("receive", &receive, arg("plan"), arg("options"))
       .def("is_open", &is_open, arg("plan"))
       .def("combine", &combine, arg("plan"), arg("brought"), arg("out").none(), arg("options"))
+      .def(
+          "combine_blocks",
+          &combine_blocks,
+          arg("tensors"),
+          arg("plan"),
+          arg("stride"),
+          arg("hidden"),
+          arg("stream"),
+          "check_block_combine of the same arguments, and combine by it: the tokens; None if `out` "
+          "has gaps."
+      )
       .def("refuse", &refuse, arg("verb"), arg("reason"), arg("options"))
       .def("check", [](Calls& calls) { calls.locked([](Exchange& e) { e.check(); }); })
       .def(

@@ -309,13 +309,23 @@ class Exchange:
 
     def dispatch(self, plan: Plan, sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool: tuple[int, int] | None) -> tuple[Tensor | None, ...]: ...
 
-    def plan_and_dispatch(self, routing: tuple[Tensor | None, ...], sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool_of: Callable[[], tuple[int, int] | None] | None, given_rows: int | None, is_one_call: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None]: ...
+    def plan_and_dispatch(self, routing: tuple[Tensor | None, ...], sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool_of: Callable[[Exchange], tuple[int, int] | None] | None, given_rows: int | None, is_one_call: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None]: ...
+
+    def dispatch_blocks(self, tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...], stream: int, pool_of: Callable[[Exchange], tuple[int, int] | None] | None, is_one_call: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...]] | None:
+        """
+        check_block_dispatch of the same arguments, and plan_and_dispatch by it; None if the exchange has other sizes, or the statistics of counts have gaps.
+        """
 
     def receive(self, plan: Plan, options: Options) -> None: ...
 
     def is_open(self, plan: Plan) -> bool: ...
 
     def combine(self, plan: Plan, brought: tuple[Tensor | None, ...], out: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]: ...
+
+    def combine_blocks(self, tensors: tuple[object, ...], plan: Plan, stride: int, hidden: int, stream: int) -> Tensor | None:
+        """
+        check_block_combine of the same arguments, and combine by it: the tokens; None if `out` has gaps.
+        """
 
     def refuse(self, verb: str, reason: str, options: Options) -> None: ...
 

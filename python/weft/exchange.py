@@ -2,7 +2,6 @@
 """Moves tokens to their experts and back: torch tensors around the C++ exchange. autograd.py calls
 it; exchange_begin.py has how its calls begin, outputs.py plans and the memory of a call."""
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import _core
+from weft import _core, overlap_settings, ranges
+from weft.errors import InvalidArgument
 from weft.exchange_begin import ExchangeBegin, filled
 from weft.exchange_state import OnLoss
 from weft.group import Group
@@ -288,6 +288,52 @@ class Exchange(ExchangeBegin):
         runs = (0, None, receives_later)
         return self._plan_and_dispatch(routing, sent, False, lambda: options, given_rows, runs)
 
+    def dispatch_blocks_at_once(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        sizes: tuple[int, int, int],
+        formats: tuple[object, ...],
+    ) -> tuple[Plan, tuple[Tensor | None, ...]] | None:
+        """Collective. `_core.check_block_dispatch` and `dispatch_blocks`, with nothing in between;
+        tensors[2] is None. None, and nothing has begun, where more is to be done: for other sizes
+        than this exchange has, beside computation, or where the calls are shown. What it raises
+        before it has begun is not told to other ranks."""
+        core = self._core
+        if core is None or ranges.IS_ON or overlap_settings.is_on():
+            return None
+        pool_of = self._pool_of if self._on_gpu else None
+
+        def call(core: _core.Exchange) -> tuple | None:
+            how = (self._stream(), pool_of, self._on_gpu)
+            return core.dispatch_blocks(tensors, *sizes, formats, *how)
+
+        begun = _core.num_begun()
+        try:
+            found = call(core)
+        except InvalidArgument as error:
+            if self._on_gpu or _core.num_begun() == begun:
+                raise
+            wanted = (self.hidden, self.num_experts)
+            if not self._is_outgrown(core, error, begun, wanted, tensors[1]):
+                raise
+            core = self.core
+            found = self._called(core, "plan_and_dispatch", call, core)
+        if found is None:
+            return None
+        made, problem, out = found
+        if problem is not None:
+            raise problem
+        return Plan(self, made, core), out
+
+    def combine_blocks_at_once(
+        self, plan: Plan, tensors: tuple[Tensor | None, ...], stride: int
+    ) -> Tensor | None:
+        """Collective. `_core.check_block_combine` and `combine` with blocks, by weights and indices
+        of the source; the tokens. None, and what it raises: see `dispatch_blocks_at_once`."""
+        if ranges.IS_ON or overlap_settings.is_on() or self.is_between_gpu_domains:
+            return None
+        return plan.calls.combine_blocks(tensors, plan.core, stride, self.hidden, self._stream())
+
     def _plan_and_dispatch(
         self,
         routing: tuple[Tensor | None, ...],
@@ -309,7 +355,7 @@ class Exchange(ExchangeBegin):
             return made
 
         def call(core: _core.Exchange) -> tuple:
-            pool_of = functools.partial(self._pool_of, core) if self._on_gpu else None
+            pool_of = self._pool_of if self._on_gpu else None
             how = (options(core), pool_of, given_rows, is_one_call)
             return core.plan_and_dispatch(routing, sent, experts, *how)
 

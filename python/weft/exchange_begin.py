@@ -174,14 +174,30 @@ class ExchangeBegin(ExchangeState):
             try:
                 return core, self._called(core, verb if has_rows else "plan", call, core)
             except BaseException as error:
-                was_refused = isinstance(error, InvalidArgument) or _core.num_begun() == begun
-                if not (was_refused and may_grow and self._is_usable(core)):
+                if not may_grow:
                     raise
-                if not self._grow(wanted, topk_idx, routing_map):
+                sizes = (wanted, topk_idx, routing_map)
+                if not self._is_outgrown(core, error, begun, *sizes):
                     raise
                 if not isinstance(error, Exception):
                     call = _raising(error)  # the others ask again, an interrupt is not forgotten
             may_grow = False
+
+    def _is_outgrown(
+        self,
+        core: _core.Exchange,
+        error: BaseException,
+        begun: int,
+        wanted: tuple[int, int],
+        topk_idx: Tensor | None,
+        routing_map: Tensor | None = None,
+    ) -> bool:
+        """Collective after a call that failed on this rank with `error`, if it waited for the
+        others in it: whether the exchange was too small and has grown, for one more call. begun:
+        `_core.num_begun` before. wanted: as for `_planned`."""
+        was_refused = isinstance(error, InvalidArgument) or _core.num_begun() == begun
+        is_usable = was_refused and self._is_usable(core)
+        return is_usable and self._grow(wanted, topk_idx, routing_map)
 
     def _is_usable(self, core: _core.Exchange) -> bool:
         """Whether the others have come to a call that this rank refused. A GPU cannot tell yet."""

@@ -24,6 +24,11 @@ def overlapped() -> Iterator[None]:
         _gpu_sms = before
 
 
+def is_on() -> bool:
+    """Whether there is anything that exchanges run beside."""
+    return _gpu_sms is not None
+
+
 def sms(is_copied_dispatch: bool = False) -> int:
     """What a call takes for num_sms = 0; 0: Weft's table for exchanges that run alone."""
     return _core.overlapped_sms(_gpu_sms, is_copied_dispatch) if _gpu_sms else 0
@@ -34,7 +39,7 @@ def copies(hidden: int, num_ranks: int) -> bool:
 
     Raises InvalidArgument (a ValueError) for another value.
     """
-    return _gpu_sms is not None and _copies(hidden, num_ranks)
+    return is_on() and _copies(hidden, num_ranks)
 
 
 _copies = functools.cache(_core.overlapped_copies)

@@ -68,13 +68,18 @@ class CommStream:
         if device.type != "cuda":
             return call
         is_aside = event is not None or async_finish
-        if not is_aside and self._last_raw == _current_raw(device):
+        if not is_aside and self.is_current(device):
             return call  # as it mostly is; a stream of torch takes microseconds to make
         caller = torch.cuda.current_stream(device)
         if not is_aside:
             self._follow(caller)
             return call
         return self._aside(call, caller, self.of(device), inputs, event)
+
+    def is_current(self, device: torch.device) -> bool:
+        """Whether the next call can be made on the current stream of the device as that is: the one
+        before ran there."""
+        return device.type != "cuda" or self._last_raw == _current_raw(device)
 
     @contextlib.contextmanager
     def _aside(

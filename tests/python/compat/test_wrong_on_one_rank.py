@@ -82,6 +82,12 @@ class Calls:
         buffer, given = self.low_latency()
         return buffer.low_latency_dispatch, given
 
+    def low_latency_plain(self):
+        """As calls mostly are: one of the core, once there is an exchange."""
+        buffer, given = self.low_latency()
+        del given["topk_weights"], given["dispatch_wait_recv_cost_stats"]
+        return buffer.low_latency_dispatch, given
+
     def low_latency_by_position(self):
         """In the order of the hybrid-ep branch."""
         buffer, given = self.low_latency()
@@ -305,6 +311,17 @@ WRONG = {
         ("cumulative_local_expert_recv_stats", "double", "recv_stats has dtype"),
         ("dispatch_wait_recv_cost_stats", "list", "recv_cost_stats is a list"),
         ("use_nvfp4", "true", "quantise = "),
+    ],
+    "low_latency_plain": [
+        *X,
+        ("x", "double", "x has dtype"),
+        ("x", "narrow", "x has 3 columns"),
+        *IDX,
+        ("num_experts", "zero", "num_experts = 0"),
+        ("num_max_dispatch_tokens_per_rank", "zero", "dispatch_tokens_per_rank = 0"),
+        ("num_max_dispatch_tokens_per_rank", "word", "word|str"),
+        ("cumulative_local_expert_recv_stats", "double", "recv_stats has dtype"),
+        ("use_mxfp8", "true", "quantise = "),
     ],
     "low_latency_by_position": [
         *X,
@@ -531,7 +548,8 @@ def no_memory(rank, num_ranks, group, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["dispatch", "dispatch_fp8", "elastic_dispatch", "hybrid_dispatch"]
+    "name",
+    ["dispatch", "dispatch_fp8", "low_latency_plain", "elastic_dispatch", "hybrid_dispatch"],
 )
 def test_all_ranks_raise_where_one_has_no_memory(ranks, name):
     ranks(no_memory, 2, name)

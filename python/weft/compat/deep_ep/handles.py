@@ -270,8 +270,9 @@ class LowLatencyHandle(PlanHandle):
     def has_order_of(self, topk_idx: Tensor) -> bool:
         """Whether these are the choices of the dispatch, in the memory that it was given."""
         own = self.topk_idx
-        is_same = own.data_ptr() == topk_idx.data_ptr() and own.stride() == topk_idx.stride()
-        return own is topk_idx or is_same
+        if own is topk_idx:
+            return True
+        return own.data_ptr() == topk_idx.data_ptr() and own.stride() == topk_idx.stride()
 
     def keep(self, is_kept: Tensor) -> Tensor:
         """Moves the rows with `is_kept` (bool [El, R * num_max]) to the front of their blocks.

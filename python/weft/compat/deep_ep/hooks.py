@@ -93,6 +93,11 @@ class LastHooks:
         self._before: Hook | None = None
         self._last: Hook | None = None
 
+    @property
+    def are_none(self) -> bool:
+        """Whether there is nothing to `check`, to `receive` or to forget."""
+        return self._last is None and self._before is None
+
     def check(self, own: Hook | None = None) -> None:
         """Before a call. own: of the dispatch that a combine belongs to. BadCall if one was not
         called; that of the call before the last is then forgotten, or its buffer could not go on

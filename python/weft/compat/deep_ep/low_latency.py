@@ -19,6 +19,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.errors import BadCall, Unsupported
+from weft.run.calls import count
 from weft.streams import CommStream, StreamCall
 
 from .blocks import dispatch_blocks, put_back
@@ -161,6 +162,12 @@ class LowLatencyMode:
         num_max, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
         waits = dispatch_wait_recv_cost_stats
         wants = {"layout": "expert_strided", "expert_stride": 1}
+        formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf)
+        tensors = (x, topk_idx, topk_weights, stats, waits, None)
+        beside = (async_finish, return_recv_hook, use_nvfp4)
+        made = self._dispatch_at_once(tensors, num_max, num_experts, formats, beside, wants)
+        if made is not None:
+            return made
         with Call("low_latency_dispatch", self._pool, **wants) as call:
             stream = self._low_latency(async_finish, return_recv_hook)
             self._hooks.check()
@@ -168,7 +175,6 @@ class LowLatencyMode:
             inputs = (x, topk_idx, topk_weights, stats, waits, global_scale)
             block_ranks = self._block_ranks(num_experts)
             sizes = (num_max, num_experts, block_ranks)
-            formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf)
             hidden, topk, options = _core.check_block_dispatch(inputs, *sizes, formats)
             local, waits = num_experts // block_ranks, self._mask.waits(waits)
             wants["expert_stride"] = block_ranks * num_max
@@ -204,6 +210,49 @@ class LowLatencyMode:
         finish = self._finish("low_latency_dispatch", work, return_recv_hook, receive)
         handle.hook = finish[1]
         return parts or blocks.rows, blocks.counts, *between, handle, *finish
+
+    def _dispatch_at_once(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        num_max: int,
+        num_experts: int,
+        formats: tuple[object, ...],
+        beside: tuple[object, ...],
+        wants: dict[str, Any],
+    ) -> tuple | None:
+        """`low_latency_dispatch` as it mostly is: one call of the core. None, and nothing has
+        begun, where there is more to it (`beside`, weights, or statistics of waits), or something
+        is wrong with what it was given."""
+        told = _core.num_told()
+        try:
+            pool = self._pool
+            exchange = None if pool is None else pool.planned
+            if exchange is None or any(beside) or not tensors[2] is tensors[4] is None:
+                return None
+            if not self._is_plain(exchange.device):
+                return None
+            sizes = (num_max, num_experts, self._block_ranks(num_experts))
+            found = exchange.dispatch_blocks_at_once(tensors, sizes, formats)
+        except BaseException as error:
+            if isinstance(error, Exception) and _core.num_told() == told:
+                return None
+            with Call("low_latency_dispatch", self._pool, since=told, **wants):
+                raise
+        if found is None:
+            return None
+        pool.last = exchange
+        count("low_latency_dispatch")
+        plan, (rows, _, scales, _, sources, counts) = found
+        handle = self._HANDLE(plan, sources, num_max, tensors[1])
+        return rows if scales is None else (rows, scales), counts, handle, EventOverlap(), None
+
+    def _is_plain(self, device: torch.device) -> bool:
+        """Whether a call on the device has nothing to do but what the core does."""
+        mask = self._mask
+        is_of_all = not (mask.has_any or mask.renumbers or self.enable_shrink)
+        if not (is_of_all and self.low_latency_mode and self._hooks.are_none):
+            return False
+        return self._comm_stream().is_current(device)
 
     @without_gradients
     def low_latency_combine(
@@ -251,6 +300,12 @@ class LowLatencyMode:
         these are 32, or those that are not expected to signal. Beside masked ranks it raises
         `weft.Unsupported`.
         """
+        given = (x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
+        beside = (use_logfmt, zero_copy, async_finish, return_recv_hook, overlap)
+        if src_signals is None:
+            combined = self._combine_at_once(given, handle, beside)
+            if combined is not None:
+                return combined, EventOverlap(), None
         with Call("low_latency_combine", self._pool, "combine") as call:
             stream = self._low_latency(async_finish, return_recv_hook)
             check_handle(handle, LowLatencyHandle)
@@ -307,6 +362,33 @@ class LowLatencyMode:
                 work.returns(combined)
         finish = self._finish("low_latency_combine", work, return_recv_hook, receive)
         return combined, *finish
+
+    def _combine_at_once(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        handle: LowLatencyHandle,
+        beside: tuple[object, ...],
+    ) -> Tensor | None:
+        """The same of `low_latency_combine` as `_dispatch_at_once`; the tokens."""
+        told = _core.num_told()
+        try:
+            if any(beside) or not tensors[4] is handle.hook is handle.order is None:
+                return None
+            check_handle(handle, LowLatencyHandle)
+            plan, exchange = handle.plan, handle.plan.exchange
+            if not (self._is_plain(exchange.device) and handle.has_order_of(tensors[1])):
+                return None
+            combined = exchange.combine_blocks_at_once(plan, tensors, handle.stride)
+        except BaseException as error:
+            if isinstance(error, Exception) and _core.num_told() == told:
+                return None
+            with Call("low_latency_combine", self._pool, "combine", told) as call:
+                call.by(handle.plan)
+                raise
+        if combined is not None:
+            self._pool.last = exchange
+            count("low_latency_combine")
+        return combined
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """bf16 [El, R * num_max, H] to write rows to for `low_latency_combine(zero_copy=True)`."""
@@ -425,6 +507,8 @@ class RankMask:
     and the mask keeps their tokens, counts and sums out. The host knows it, so a CUDA graph keeps
     the mask of its capture.
     """
+
+    renumbers = False  # whether a call has other numbers for experts than its caller
 
     def __init__(self, num_ranks: int) -> None:
         self.is_masked = torch.zeros(num_ranks + 1, dtype=torch.bool, device="cpu")

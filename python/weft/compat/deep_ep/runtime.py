@@ -51,6 +51,7 @@ class ExchangePool:
         which this is called at the end of the call, on all that are left."""
         self.group = group
         self.last: Exchange | None = None  # that a call was made on
+        self.planned: Exchange | None = None  # what `get` gave the last `Call` that plans
         self.lost: tuple[int, ...] = ()  # the same on all ranks that are left
         self._on_loss = on_loss
         self._timeout = timeout
@@ -172,7 +173,7 @@ class ExchangePool:
             for exchange in self._exchanges.values():
                 exchange.close()
             self._exchanges.clear()
-            self.last = None
+            self.last = self.planned = None
 
     def footprint(self) -> dict[str, int]:
         """Bytes that the exchanges hold, summed: the numbers of `Exchange.footprint`."""
@@ -196,13 +197,14 @@ class Call:
         name: str,
         pool: ExchangePool | None = None,
         verb: str = "plan_and_dispatch",
+        since: int | None = None,
         **options: Any,
     ) -> None:
         """verb, options: the exchange's call that all ranks make, as for `Exchange.refuse`. Without
-        a pool the call is local."""
+        a pool the call is local. since: `_core.num_told` when it began, if that was before."""
         self._name, self._pool = name, pool
         self._verb = None if pool is None else verb
-        self._begun = _core.num_told()
+        self._begun = _core.num_told() if since is None else since
         self.exchange: Exchange | None = None if pool is None else pool.last
         self.plan: Plan | None = None
         self.options = options
@@ -218,6 +220,7 @@ class Call:
         """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
         verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
         self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options)
+        self._pool.planned = self.exchange
         self._verb, self._begun, self.options = verb, _core.num_told(), options
         return self.exchange
 

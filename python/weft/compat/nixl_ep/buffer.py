@@ -41,7 +41,7 @@ class CallRanks:
         self.ranks = ranks
         self._masked = masked
         self._places = {rank: i for i, rank in enumerate(ranks) if rank not in without}
-        self._is_first = self._places == {i: i for i in range(len(ranks))}
+        self.renumbers = self._places != {i: i for i in range(len(ranks))}
         self._tables: dict[tuple, Tensor] = {}
 
     def of(self, places: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class CallRanks:
     def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
         """topk_idx [T, K] as the call numbers the experts; what names none of theirs stays so."""
         del num_experts
-        if self._is_first:
+        if not self.renumbers:
             return topk_idx
         key = (topk_idx.device, topk_idx.dtype, num_local_experts)
         if key not in self._tables:

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-latency calls as they mostly are, each one call of the core, against the same calls in steps;
+and what has to go in steps."""
+
+import pytest
+import torch
+from buffer_cases import NUM_MAX, check_handle, low_latency_case
+
+import weft
+from weft.compat.deep_ep.low_latency import LowLatencyMode
+
+FORMATS = [
+    {"use_fp8": False},
+    {},
+    {"round_scale": True},
+    {"round_scale": True, "use_ue8m0": True},
+    {"use_mxfp8": True},
+]
+WAYS = {"_dispatch_at_once": "dispatch", "_combine_at_once": "combine"}
+
+
+class Ways:
+    """Which calls were made at once; with in_steps none are."""
+
+    def __init__(self, in_steps=False):
+        self.in_steps, self.seen = in_steps, []
+
+    def __enter__(self):
+        self.usual = {name: getattr(LowLatencyMode, name) for name in WAYS}
+        for name, usual in self.usual.items():
+            setattr(LowLatencyMode, name, self.watched(usual, WAYS[name]))
+        return self
+
+    def watched(self, usual, name):
+        def call(*given):
+            made = None if self.in_steps else usual(*given)
+            if made is not None:
+                self.seen.append(name)
+            return made
+
+        return call
+
+    def __exit__(self, *_):
+        for name, usual in self.usual.items():
+            setattr(LowLatencyMode, name, usual)
+
+
+def parts_of(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+def bits_of(part):
+    return part.view(torch.uint8) if part.itemsize == 1 else part
+
+
+def same_either_way(rank, num_ranks, group, options):
+    case, buffer = low_latency_case(rank, num_ranks, group, hidden=512)
+    given = (case.x, case.idx, NUM_MAX, case.num_experts)
+    before = weft.stats()["calls"]
+    made = []
+    for in_steps in (True, False):
+        stats = torch.full((case.local,), 5, dtype=torch.int32)
+        out = torch.full_like(case.x, 3.0)
+        with Ways(in_steps) as ways:
+            x, count, handle, event, hook = buffer.low_latency_dispatch(
+                *given, cumulative_local_expert_recv_stats=stats, **options
+            )
+            rows = torch.arange(handle.shape[1]).view(1, -1, 1) * torch.ones(handle.shape)
+            call = (rows.bfloat16(), case.idx, case.weights, handle)
+            sums, combined, hook_of_combine = buffer.low_latency_combine(*call)
+            same, *_ = buffer.low_latency_combine(*call, out=out)
+        assert ways.seen == ([] if in_steps else ["dispatch", "combine", "combine"])
+        assert event.event is hook is combined.event is hook_of_combine is None
+        assert same is out and torch.equal(stats, count + 5) and handle.topk_idx is case.idx
+        check_handle(case, handle, count)
+        used = handle.is_row
+        made.append((*(bits_of(part)[used] for part in parts_of(x)), count, sums, out))
+        shapes = [(part.dtype, part.shape, part.stride()) for part in (*parts_of(x), count, sums)]
+        made[-1] = (*made[-1], shapes)
+    one, other = made
+    assert one[-1] == other[-1]
+    assert all(torch.equal(a, b) for a, b in zip(one[:-1], other[:-1], strict=True))
+    after = weft.stats()["calls"]
+    grown = {name: number - before.get(name, 0) for name, number in after.items()}
+    assert grown["low_latency_dispatch"] == 2 and grown["low_latency_combine"] == 4
+
+
+@pytest.mark.parametrize("options", FORMATS)
+def test_calls_at_once_are_those_in_steps(ranks, options):
+    ranks(same_either_way, 2, options)
+
+
+def in_steps(rank, num_ranks, group):
+    """What is to be done beside the call, or is of other sizes than the call before, goes in steps,
+    and what follows is right."""
+    case, buffer = low_latency_case(rank, num_ranks, group)
+    wide, _ = low_latency_case(rank, num_ranks, group, hidden=256)
+    options = {"use_fp8": False}
+
+    def dispatch(case=case, num_max=NUM_MAX, **more):
+        given = (case.x, case.idx, num_max, case.num_experts)
+        x, count, handle, _, hook = buffer.low_latency_dispatch(*given, **options, **more)
+        if hook is not None:
+            hook()
+        assert x.shape == (case.local, num_ranks * num_max, case.x.size(1))
+        for expert, number in enumerate(count.tolist()):
+            rank_of, token_of = handle._sources[expert, :number].T
+            for row, source, token in zip(x[expert], rank_of.tolist(), token_of.tolist()):
+                assert torch.equal(row, case.all_x[source][token])
+        return x, handle
+
+    strided = torch.zeros((case.local, 2), dtype=torch.int32)[:, 0]
+    waits = torch.zeros(num_ranks, dtype=torch.int64)
+    for more in (
+        {"case": wide},
+        {"num_max": 2 * NUM_MAX},
+        {"cumulative_local_expert_recv_stats": strided},
+        {"dispatch_wait_recv_cost_stats": waits},
+        {"async_finish": True},
+        {"return_recv_hook": True},
+    ):
+        dispatch()
+        with Ways() as ways:
+            dispatch(**more)
+        assert ways.seen == []
+        for _ in range(2):  # until there is no hook of before
+            dispatch()
+        with Ways() as ways:
+            dispatch()
+        assert ways.seen == ["dispatch"]
+    assert strided.sum() > 0 and strided._base[:, 1].sum() == 0
+
+    x, handle = dispatch()
+    given = (x, case.idx, case.weights, handle)
+    out = buffer.low_latency_combine(*given)[0]
+    gaps = torch.zeros(case.x.size(0), 2 * case.x.size(1), dtype=torch.bfloat16)[:, ::2]
+    buffer.get_next_low_latency_combine_buffer(handle)[:] = x
+    for more in (
+        {"out": gaps},
+        {"zero_copy": True},
+        {"async_finish": True},
+        {"combine_wait_recv_cost_stats": waits},
+    ):
+        with Ways() as ways:
+            again, *_ = buffer.low_latency_combine(*given, **more)
+        has_gaps = case.x.size(0) > 0 or "out" not in more
+        assert ways.seen == ([] if has_gaps else ["combine"])
+        assert torch.equal(again, out)
+    with Ways() as ways:
+        other = buffer.low_latency_combine(x, case.idx.clone(), case.weights, handle)[0]
+    assert ways.seen == ([] if case.x.size(0) > 0 else ["combine"])
+    assert torch.equal(other, out)
+
+
+def test_what_is_unusual_goes_in_steps(ranks):
+    ranks(in_steps, 2)
+
+
+def wrong(rank, num_ranks, group):
+    """What is wrong on one rank, whose call is one of the core on the others."""
+    case, buffer = low_latency_case(rank, num_ranks, group)
+    is_wrong = rank == num_ranks - 1
+    given = (case.x, case.idx, NUM_MAX, case.num_experts)
+    rows, _, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=False)
+    before = weft.stats()["calls"]
+    for _ in range(2):
+        with pytest.raises(weft.InvalidArgument) as found:
+            buffer.low_latency_dispatch(
+                case.x, case.idx[:, :0] if is_wrong else case.idx, *given[2:]
+            )
+        assert "low_latency_dispatch: topk_idx has 0 columns" in str(found.value)
+        assert is_wrong == isinstance(found.value, AssertionError)
+        buffer.low_latency_dispatch(*given)
+        with pytest.raises(weft.InvalidArgument) as found:
+            weights = case.weights.double() if is_wrong else case.weights
+            buffer.low_latency_combine(rows, case.idx, weights, handle)
+        assert "low_latency_combine: topk_weights has dtype torch.float64" in str(found.value)
+        assert is_wrong == isinstance(found.value, AssertionError)
+        buffer.low_latency_combine(rows, case.idx, case.weights, handle)
+    after = weft.stats()["calls"]
+    for name in ("low_latency_dispatch", "low_latency_combine"):
+        assert after[name] - before.get(name, 0) == 4
+
+
+def test_all_hear_what_one_refuses(ranks):
+    ranks(wrong, 2)
+
+
+def interrupted(rank, num_ranks, group):
+    """The others hear of an interrupt, too, that comes before a call has begun."""
+    case, buffer = low_latency_case(rank, num_ranks, group)
+    is_stopped = rank == num_ranks - 1
+    given = (case.x, case.idx, NUM_MAX, case.num_experts)
+    rows, _, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=False)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    usual = LowLatencyMode._is_plain
+    calls = (
+        lambda: buffer.low_latency_dispatch(*given, use_fp8=False),
+        lambda: buffer.low_latency_combine(rows, case.idx, case.weights, handle),
+    )
+    for call in calls:
+        try:
+            if is_stopped:
+                LowLatencyMode._is_plain = stop
+            with pytest.raises(KeyboardInterrupt if is_stopped else weft.InvalidArgument) as found:
+                call()
+        finally:
+            LowLatencyMode._is_plain = usual
+        assert is_stopped or f"rank {num_ranks - 1}" in str(found.value)
+        call()
+
+
+def test_an_interrupt_before_the_call_is_told(ranks):
+    ranks(interrupted, 2)
