@@ -75,7 +75,9 @@ struct Torch {
   Reinterpret* reinterpret = nullptr;  // of memory of another tensor
   GetData* get_data = nullptr;
   Delete* free = nullptr;
-  nb::object to_tensors;  // of capsules with what empty_strided made, which it takes over
+  // Of capsules with what empty_strided made, which it takes over. Its like for one tensor does
+  // not: each would stay for ever.
+  nb::object to_tensors;
 
   Torch() {
     const nb::object api = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());

@@ -302,14 +302,10 @@ class Exchange(ExchangeBegin):
         if core is None or ranges.IS_ON or overlap_settings.is_on():
             return None
         pool_of = self._pool_of if self._on_gpu else None
-
-        def call(core: _core.Exchange) -> tuple | None:
-            how = (self._stream(), pool_of, self._on_gpu)
-            return core.dispatch_blocks(tensors, *sizes, formats, *how)
-
+        given = (tensors, *sizes, formats, self._stream(), pool_of, self._on_gpu)
         begun = _core.num_begun()
         try:
-            found = call(core)
+            found = core.dispatch_blocks(*given)
         except InvalidArgument as error:
             if self._on_gpu or _core.num_begun() == begun:
                 raise
@@ -317,7 +313,7 @@ class Exchange(ExchangeBegin):
             if not self._is_outgrown(core, error, begun, wanted, tensors[1]):
                 raise
             core = self.core
-            found = self._called(core, "plan_and_dispatch", call, core)
+            found = self._called(core, "plan_and_dispatch", core.dispatch_blocks, *given)
         if found is None:
             return None
         made, problem, out = found

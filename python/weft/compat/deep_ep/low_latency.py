@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft import _core
+from weft import Exchange, _core
 from weft.errors import BadCall, Unsupported
 from weft.run.calls import count
 from weft.streams import CommStream, StreamCall
@@ -28,9 +28,11 @@ from .handles import LowLatencyHandle
 from .hooks import Hook, LastHooks, Receive
 from .layout import routes_of
 from .row_signals import by_block, by_expert
-from .runtime import Call, ExchangePool, without_gradients
+from .runtime import Call, ExchangePool, NoGradients, Runtime
 from .utils.event import EventHandle, EventOverlap
 
+# What all ranks call, as for `Exchange.refuse`, until the stride is known.
+_WANTS = {"layout": "expert_strided", "expert_stride": 1}
 _V1_ORDER = (  # of what may follow num_experts by position
     "cumulative_local_expert_recv_stats",
     "dispatch_wait_recv_cost_stats",
@@ -72,9 +74,10 @@ def _in_any_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
         *more: Any,
         **options: Any,
     ) -> tuple:
-        given = (self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
         if not more:
-            return dispatch(*given, **options)
+            num_max = num_max_dispatch_tokens_per_rank
+            return dispatch(self, x, topk_idx, num_max, num_experts, **options)
+        given = (self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
         order = _order_of(more, sgl_order)
         beyond = more[len(order) :]  # Python refuses these
         return dispatch(*given, *beyond, **dict(zip(order, more)), **options)
@@ -109,9 +112,9 @@ class LowLatencyMode:
     _hooks: LastHooks
     _pool: ExchangePool | None
     _comm_stream: Callable[[], CommStream]
+    _runtime: Callable[[], Runtime]
 
     @_in_any_order
-    @without_gradients
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -161,14 +164,14 @@ class LowLatencyMode:
         """
         num_max, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
         waits = dispatch_wait_recv_cost_stats
-        wants = {"layout": "expert_strided", "expert_stride": 1}
         formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf)
         tensors = (x, topk_idx, topk_weights, stats, waits, None)
         beside = (async_finish, return_recv_hook, use_nvfp4)
-        made = self._dispatch_at_once(tensors, num_max, num_experts, formats, beside, wants)
+        made = self._dispatch_at_once(tensors, num_max, num_experts, formats, beside)
         if made is not None:
             return made
-        with Call("low_latency_dispatch", self._pool, **wants) as call:
+        wants = _WANTS.copy()
+        with NoGradients(), Call("low_latency_dispatch", self._pool, **wants) as call:
             stream = self._low_latency(async_finish, return_recv_hook)
             self._hooks.check()
             global_scale = _first_of(x_global_scale) if use_nvfp4 else None
@@ -218,25 +221,25 @@ class LowLatencyMode:
         num_experts: int,
         formats: tuple[object, ...],
         beside: tuple[object, ...],
-        wants: dict[str, Any],
     ) -> tuple | None:
         """`low_latency_dispatch` as it mostly is: one call of the core. None, and nothing has
         begun, where there is more to it (`beside`, weights, or statistics of waits), or something
         is wrong with what it was given."""
         told = _core.num_told()
         try:
-            pool = self._pool
-            exchange = None if pool is None else pool.planned
-            if exchange is None or any(beside) or not tensors[2] is tensors[4] is None:
+            if any(beside) or not tensors[2] is tensors[4] is None:
                 return None
-            if not self._is_plain(exchange.device):
+            runtime = self._runtime()
+            pool = runtime.exchanges
+            exchange = pool.planned
+            if exchange is None or not self._is_plain(runtime.stream, exchange):
                 return None
             sizes = (num_max, num_experts, self._block_ranks(num_experts))
             found = exchange.dispatch_blocks_at_once(tensors, sizes, formats)
         except BaseException as error:
             if isinstance(error, Exception) and _core.num_told() == told:
                 return None
-            with Call("low_latency_dispatch", self._pool, since=told, **wants):
+            with Call("low_latency_dispatch", self._pool, since=told, **_WANTS):
                 raise
         if found is None:
             return None
@@ -246,15 +249,13 @@ class LowLatencyMode:
         handle = self._HANDLE(plan, sources, num_max, tensors[1])
         return rows if scales is None else (rows, scales), counts, handle, EventOverlap(), None
 
-    def _is_plain(self, device: torch.device) -> bool:
-        """Whether a call on the device has nothing to do but what the core does."""
+    def _is_plain(self, stream: CommStream, exchange: Exchange) -> bool:
+        """Whether a call on the exchange has nothing to do but what the core does."""
         mask = self._mask
         is_of_all = not (mask.has_any or mask.renumbers or self.enable_shrink)
-        if not (is_of_all and self.low_latency_mode and self._hooks.are_none):
-            return False
-        return self._comm_stream().is_current(device)
+        is_usual = is_of_all and self.low_latency_mode and self._hooks.are_none
+        return is_usual and stream.is_current(exchange.device)
 
-    @without_gradients
     def low_latency_combine(
         self,
         x: Tensor,
@@ -306,7 +307,7 @@ class LowLatencyMode:
             combined = self._combine_at_once(given, handle, beside)
             if combined is not None:
                 return combined, EventOverlap(), None
-        with Call("low_latency_combine", self._pool, "combine") as call:
+        with NoGradients(), Call("low_latency_combine", self._pool, "combine") as call:
             stream = self._low_latency(async_finish, return_recv_hook)
             check_handle(handle, LowLatencyHandle)
             plan = call.by(handle.plan)
@@ -374,9 +375,10 @@ class LowLatencyMode:
         try:
             if any(beside) or not tensors[4] is handle.hook is handle.order is None:
                 return None
-            check_handle(handle, LowLatencyHandle)
-            plan, exchange = handle.plan, handle.plan.exchange
-            if not (self._is_plain(exchange.device) and handle.has_order_of(tensors[1])):
+            runtime, plan = self._runtime(), handle.plan
+            exchange = plan.exchange
+            is_plain = isinstance(handle, LowLatencyHandle) and handle.has_order_of(tensors[1])
+            if not (is_plain and self._is_plain(runtime.stream, exchange)):
                 return None
             combined = exchange.combine_blocks_at_once(plan, tensors, handle.stride)
         except BaseException as error:
@@ -386,7 +388,7 @@ class LowLatencyMode:
                 call.by(handle.plan)
                 raise
         if combined is not None:
-            self._pool.last = exchange
+            runtime.exchanges.last = exchange
             count("low_latency_combine")
         return combined
 

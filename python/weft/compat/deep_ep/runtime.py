@@ -249,21 +249,33 @@ class Call:
                 ranges.end()  # a refusal, too, may wait for other ranks
 
 
+class NoGradients:
+    """`torch.no_grad`, whose own way costs a few microseconds."""
+
+    __slots__ = ("_was_on",)
+
+    def __enter__(self) -> None:
+        self._was_on = torch.is_grad_enabled()
+        if self._was_on:
+            torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_on:
+            torch._C._set_grad_enabled(True)
+
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def without_gradients(function: _Function) -> _Function:
-    """`torch.no_grad` around a function, whose own way costs a few microseconds."""
+    """`NoGradients` around a function, at less cost where there are none."""
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **options)
-        torch._C._set_grad_enabled(False)
-        try:
+        with NoGradients():
             return function(*args, **options)
-        finally:
-            torch._C._set_grad_enabled(True)
 
     return call
 
