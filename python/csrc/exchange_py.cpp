@@ -213,7 +213,8 @@ nb::object dispatch_blocks(
     const nb::tuple& formats,
     uintptr_t stream,
     nb::handle pool_of,
-    bool is_one_call
+    bool is_one_call,
+    bool receives_later
 ) {
   BlockDispatch call = check_block_dispatch(tensors, {num_max, num_experts, num_ranks}, formats);
   const nb::object none = nb::none();
@@ -232,6 +233,7 @@ nb::object dispatch_blocks(
     return none;
   }
   call.options.stream = stream_of(stream);
+  call.options.receives_later = receives_later;
   const int64_t num_rows = call.options.expert_stride * num_local;
   return plan_and_dispatch(calls, routes, given, call.options, {pool_of, num_rows, is_one_call});
 }
@@ -291,7 +293,8 @@ nb::object combine_blocks(
     const Plan& plan,
     int64_t stride,
     int64_t hidden,
-    uintptr_t stream
+    uintptr_t stream,
+    bool receives_later
 ) {
   check_block_combine(tensors, plan, stride, hidden);
   const nb::object out = tensors[3];
@@ -302,6 +305,7 @@ nb::object combine_blocks(
   options.scale = CombineScale::kSourceWeights;
   options.blocks = true;
   options.stream = stream_of(stream);
+  options.receives_later = receives_later;
   const nb::object none = nb::none();
   const nb::tuple brought = nb::make_tuple(tensors[0], none, tensors[2], tensors[1], none);
   return combine(calls, plan, brought, out, options)[0];
@@ -521,6 +525,7 @@ void bind_exchange(nb::module_& m) {
           arg("stream"),
           arg("pool_of").none(),
           arg("is_one_call"),
+          arg("receives_later"),
           "check_block_dispatch of the same arguments, and plan_and_dispatch by it; None if the "
           "exchange has other sizes, or the statistics of counts have gaps."
       )
@@ -535,6 +540,7 @@ void bind_exchange(nb::module_& m) {
           arg("stride"),
           arg("hidden"),
           arg("stream"),
+          arg("receives_later"),
           "check_block_combine of the same arguments, and combine by it: the tokens; None if `out` "
           "has gaps."
       )

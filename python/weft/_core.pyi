@@ -311,7 +311,7 @@ class Exchange:
 
     def plan_and_dispatch(self, routing: tuple[Tensor | None, ...], sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool_of: Callable[[Exchange], tuple[int, int] | None] | None, given_rows: int | None, is_one_call: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None]: ...
 
-    def dispatch_blocks(self, tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...], stream: int, pool_of: Callable[[Exchange], tuple[int, int] | None] | None, is_one_call: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...]] | None:
+    def dispatch_blocks(self, tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...], stream: int, pool_of: Callable[[Exchange], tuple[int, int] | None] | None, is_one_call: bool, receives_later: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...]] | None:
         """
         check_block_dispatch of the same arguments, and plan_and_dispatch by it; None if the exchange has other sizes, or the statistics of counts have gaps.
         """
@@ -322,7 +322,7 @@ class Exchange:
 
     def combine(self, plan: Plan, brought: tuple[Tensor | None, ...], out: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]: ...
 
-    def combine_blocks(self, tensors: tuple[object, ...], plan: Plan, stride: int, hidden: int, stream: int) -> Tensor | None:
+    def combine_blocks(self, tensors: tuple[object, ...], plan: Plan, stride: int, hidden: int, stream: int, receives_later: bool) -> Tensor | None:
         """
         check_block_combine of the same arguments, and combine by it: the tokens; None if `out` has gaps.
         """

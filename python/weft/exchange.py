@@ -293,6 +293,7 @@ class Exchange(ExchangeBegin):
         tensors: tuple[Tensor | None, ...],
         sizes: tuple[int, int, int],
         formats: tuple[object, ...],
+        receives_later: bool = False,
     ) -> tuple[Plan, tuple[Tensor | None, ...]] | None:
         """Collective. `_core.check_block_dispatch` and `dispatch_blocks`, with nothing in between;
         tensors[2] is None. None, and nothing has begun, where more is to be done: for other sizes
@@ -302,7 +303,8 @@ class Exchange(ExchangeBegin):
         if core is None or ranges.IS_ON or overlap_settings.is_on():
             return None
         pool_of = self._pool_of if self._on_gpu else None
-        given = (tensors, *sizes, formats, self._stream(), pool_of, self._on_gpu)
+        is_later = receives_later and self._on_gpu
+        given = (tensors, *sizes, formats, self._stream(), pool_of, self._on_gpu, is_later)
         begun = _core.num_begun()
         try:
             found = core.dispatch_blocks(*given)
@@ -319,16 +321,27 @@ class Exchange(ExchangeBegin):
         made, problem, out = found
         if problem is not None:
             raise problem
+        if is_later and core.is_open(made):
+            self._open = (made, tensors[1], out)
         return Plan(self, made, core), out
 
     def combine_blocks_at_once(
-        self, plan: Plan, tensors: tuple[Tensor | None, ...], stride: int
+        self,
+        plan: Plan,
+        tensors: tuple[Tensor | None, ...],
+        stride: int,
+        receives_later: bool = False,
     ) -> Tensor | None:
         """Collective. `_core.check_block_combine` and `combine` with blocks, by weights and indices
         of the source; the tokens. None, and what it raises: see `dispatch_blocks_at_once`."""
         if ranges.IS_ON or overlap_settings.is_on() or self.is_between_gpu_domains:
             return None
-        return plan.calls.combine_blocks(tensors, plan.core, stride, self.hidden, self._stream())
+        is_later = receives_later and self._on_gpu
+        how = (stride, self.hidden, self._stream(), is_later)
+        combined = plan.calls.combine_blocks(tensors, plan.core, *how)
+        if is_later and combined is not None and self.is_open(plan):
+            self._open = (plan.core, tensors[1], tensors[2], combined)
+        return combined
 
     def _plan_and_dispatch(
         self,

@@ -116,15 +116,12 @@ def in_steps(rank, num_ranks, group):
         {"num_max": 2 * NUM_MAX},
         {"cumulative_local_expert_recv_stats": strided},
         {"dispatch_wait_recv_cost_stats": waits},
-        {"async_finish": True},
-        {"return_recv_hook": True},
     ):
         dispatch()
         with Ways() as ways:
             dispatch(**more)
         assert ways.seen == []
-        for _ in range(2):  # until there is no hook of before
-            dispatch()
+        dispatch()
         with Ways() as ways:
             dispatch()
         assert ways.seen == ["dispatch"]
@@ -138,7 +135,6 @@ def in_steps(rank, num_ranks, group):
     for more in (
         {"out": gaps},
         {"zero_copy": True},
-        {"async_finish": True},
         {"combine_wait_recv_cost_stats": waits},
     ):
         with Ways() as ways:
@@ -154,6 +150,45 @@ def in_steps(rank, num_ranks, group):
 
 def test_what_is_unusual_goes_in_steps(ranks):
     ranks(in_steps, 2)
+
+
+def later(rank, num_ranks, group, option, in_turns):
+    """With hooks and events, while no hook of before is still to be called."""
+    case, buffer = low_latency_case(rank, num_ranks, group)
+    arguments = (case.x, case.idx, NUM_MAX, case.num_experts)
+    plain, _, handle, *_ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
+    want = buffer.low_latency_combine(plain, case.idx, case.weights, handle)[0]
+    has_hook = option == "return_recv_hook"
+    options = {option: True}
+    open_hook = None
+    for i in range(3):
+        with Ways() as ways:
+            rows, _, handle, event, hook = buffer.low_latency_dispatch(
+                *arguments, use_fp8=False, **options
+            )
+            assert (hook is not None, event.event is not None) == (has_hook, not has_hook)
+            assert handle.hook is hook
+            if open_hook is not None:
+                open_hook()
+            hook() if has_hook else event.current_stream_wait()
+            out, event, hook = buffer.low_latency_combine(
+                rows, case.idx, case.weights, handle, **options
+            )
+            assert (hook is not None, event.event is not None) == (has_hook, not has_hook)
+            if in_turns and has_hook:
+                open_hook = hook
+            else:
+                hook() if has_hook else event.current_stream_wait()
+        seen = ["dispatch", "combine"]
+        assert ways.seen == (seen[1:] if in_turns and has_hook and i > 0 else seen)
+        assert torch.equal(rows[handle.is_row], plain[handle.is_row])
+        assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("option", ["return_recv_hook", "async_finish"])
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_calls_that_end_later(ranks, option, in_turns):
+    ranks(later, 2, option, in_turns)
 
 
 def wrong(rank, num_ranks, group):

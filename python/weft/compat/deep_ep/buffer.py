@@ -32,7 +32,8 @@ from .config import Config
 from .handles import Handle
 from .hooks import LastHooks
 from .layout import Layout, layout_of, routes_of, routes_to_ranks
-from .low_latency import LowLatencyMode, RankMask
+from .low_latency import LowLatencyMode
+from .masks import RankMask
 from .payload import (
     Payload,
     biases_of,

@@ -89,11 +89,15 @@ class Hook:
 class LastHooks:
     """Those of a buffer's last two low-latency calls; None where a call has returned none."""
 
-    are_none = True  # there is nothing to `check`, to `receive` or to forget
-
     def __init__(self) -> None:
         self._before: Hook | None = None
         self._last: Hook | None = None
+
+    @property
+    def are_over(self) -> bool:
+        """Whether there is nothing to `check` or to `receive`: all were called."""
+        last, before = self._last, self._before
+        return (last is None or last.was_called) and (before is None or before.was_called)
 
     def check(self, own: Hook | None = None) -> None:
         """Before a call. own: of the dispatch that a combine belongs to. BadCall if one was not
@@ -123,4 +127,3 @@ class LastHooks:
     def add(self, hook: Hook | None) -> None:
         """After a call."""
         self._before, self._last = self._last, hook
-        self.are_none = self._before is self._last is None

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft import Exchange, _core
-from weft.errors import BadCall, Unsupported
+from weft import Plan, _core
+from weft.errors import BadCall
 from weft.run.calls import count
 from weft.streams import CommStream, StreamCall
 
@@ -26,78 +25,14 @@ from .blocks import dispatch_blocks, put_back
 from .checks import check, check_handle, check_tensor
 from .handles import LowLatencyHandle
 from .hooks import Hook, LastHooks, Receive
-from .layout import routes_of
+from .masks import RankMask
+from .orders import in_any_order
 from .row_signals import by_block, by_expert
 from .runtime import Call, ExchangePool, NoGradients, Runtime
 from .utils.event import EventHandle, EventOverlap
 
 # What all ranks call, as for `Exchange.refuse`, until the stride is known.
 _WANTS = {"layout": "expert_strided", "expert_stride": 1}
-_V1_ORDER = (  # of what may follow num_experts by position
-    "cumulative_local_expert_recv_stats",
-    "dispatch_wait_recv_cost_stats",
-    "use_fp8",
-    "round_scale",
-    "use_ue8m0",
-    "async_finish",
-    "return_recv_hook",
-)
-_HYBRID_ORDER = (
-    "topk_weights",
-    "cumulative_local_expert_recv_stats",
-    "dispatch_wait_recv_cost_stats",
-    "x_global_scale",
-    "use_fp8",
-    "round_scale",
-    "use_ue8m0",
-    "use_nvfp4",
-    "use_ue8m0_for_sf",
-    "async_finish",
-    "return_recv_hook",
-)
-
-
-def _in_any_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
-    """What follows num_experts by position may be in the order of `dispatch`, which is that of
-    sgl-deep-ep, in V1's or in that of the hybrid-ep branch."""
-    parameters = inspect.signature(dispatch).parameters.values()
-    places = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
-    sgl_order = tuple(places[places.index("num_experts") + 1 :])
-
-    @functools.wraps(dispatch)
-    def call(
-        self: LowLatencyMode,
-        x: Tensor,
-        topk_idx: Tensor,
-        num_max_dispatch_tokens_per_rank: int,
-        num_experts: int,
-        *more: Any,
-        **options: Any,
-    ) -> tuple:
-        if not more:
-            num_max = num_max_dispatch_tokens_per_rank
-            return dispatch(self, x, topk_idx, num_max, num_experts, **options)
-        given = (self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
-        order = _order_of(more, sgl_order)
-        beyond = more[len(order) :]  # Python refuses these
-        return dispatch(*given, *beyond, **dict(zip(order, more)), **options)
-
-    return call
-
-
-def _order_of(given: tuple[Any, ...], sgl_order: tuple[str, ...]) -> tuple[str, ...]:
-    """use_fp8 is third in V1's order, fourth in sgl-deep-ep's and fifth in hybrid-ep's. Before it
-    stand tensors or None: of hybrid-ep first the weights, with two dimensions, then what is first
-    and second elsewhere, of int32 and int64."""
-    first, second, third, fourth = (*given, *(False,) * 4)[:4]
-    if (
-        getattr(first, "ndim", 1) == 2
-        or getattr(second, "dtype", None) == torch.int32
-        or getattr(third, "dtype", None) == torch.int64
-        or not isinstance(fourth, bool | int)
-    ):
-        return _HYBRID_ORDER
-    return _V1_ORDER if isinstance(third, bool | int) else sgl_order
 
 
 class LowLatencyMode:
@@ -114,7 +49,7 @@ class LowLatencyMode:
     _comm_stream: Callable[[], CommStream]
     _runtime: Callable[[], Runtime]
 
-    @_in_any_order
+    @in_any_order
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -166,8 +101,8 @@ class LowLatencyMode:
         waits = dispatch_wait_recv_cost_stats
         formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf)
         tensors = (x, topk_idx, topk_weights, stats, waits, None)
-        beside = (async_finish, return_recv_hook, use_nvfp4)
-        made = self._dispatch_at_once(tensors, num_max, num_experts, formats, beside)
+        how = (formats, async_finish, return_recv_hook)
+        made = self._dispatch_at_once(tensors, num_max, num_experts, *how)
         if made is not None:
             return made
         wants = _WANTS.copy()
@@ -208,8 +143,7 @@ class LowLatencyMode:
                     between = (blocks.weights, handle.source_rank.to(torch.int32))
                 if is_async:
                     work.returns(*blocks, *between)
-        is_open = is_later and plan.exchange.is_open(plan)
-        receive = Receive(plan, waits, stream) if is_open else None
+        receive = _receive_of(plan, waits, stream) if is_later else None
         finish = self._finish("low_latency_dispatch", work, return_recv_hook, receive)
         handle.hook = finish[1]
         return parts or blocks.rows, blocks.counts, *between, handle, *finish
@@ -220,22 +154,29 @@ class LowLatencyMode:
         num_max: int,
         num_experts: int,
         formats: tuple[object, ...],
-        beside: tuple[object, ...],
+        async_finish: bool,
+        return_recv_hook: bool,
     ) -> tuple | None:
         """`low_latency_dispatch` as it mostly is: one call of the core. None, and nothing has
-        begun, where there is more to it (`beside`, weights, or statistics of waits), or something
-        is wrong with what it was given."""
+        begun, where there is more to it, or something is wrong with what it was given."""
         told = _core.num_told()
         try:
-            if any(beside) or not tensors[2] is tensors[4] is None:
+            is_nvfp4 = formats[3]
+            if is_nvfp4 or not tensors[2] is tensors[4] is None:
                 return None
             runtime = self._runtime()
-            pool = runtime.exchanges
+            pool, stream, work = runtime.exchanges, runtime.stream, None
             exchange = pool.planned
-            if exchange is None or not self._is_plain(runtime.stream, exchange):
+            if exchange is None or not self._is_plain(async_finish, return_recv_hook):
                 return None
-            sizes = (num_max, num_experts, self._block_ranks(num_experts))
-            found = exchange.dispatch_blocks_at_once(tensors, sizes, formats)
+            given = (tensors, (num_max, num_experts, self._block_ranks(num_experts)), formats)
+            is_async = async_finish or return_recv_hook
+            if not is_async and stream.is_current(exchange.device):
+                found = exchange.dispatch_blocks_at_once(*given)
+            else:
+                with stream.call(exchange.device, tensors, async_finish=is_async) as work:
+                    found = exchange.dispatch_blocks_at_once(*given, return_recv_hook)
+                    work.returns(*(found[1] if is_async and found else ()))
         except BaseException as error:
             if isinstance(error, Exception) and _core.num_told() == told:
                 return None
@@ -247,14 +188,21 @@ class LowLatencyMode:
         count("low_latency_dispatch")
         plan, (rows, _, scales, _, sources, counts) = found
         handle = self._HANDLE(plan, sources, num_max, tensors[1])
-        return rows if scales is None else (rows, scales), counts, handle, EventOverlap(), None
+        moved = rows if scales is None else (rows, scales)
+        if work is None:
+            self._hooks.add(None)
+            return moved, counts, handle, EventOverlap(), None
+        receive = _receive_of(plan, None, stream) if return_recv_hook else None
+        finish = self._finish("low_latency_dispatch", work, return_recv_hook, receive)
+        handle.hook = finish[1]
+        return moved, counts, handle, *finish
 
-    def _is_plain(self, stream: CommStream, exchange: Exchange) -> bool:
-        """Whether a call on the exchange has nothing to do but what the core does."""
+    def _is_plain(self, async_finish: bool, return_recv_hook: bool) -> bool:
+        """Whether a call has nothing to do but what the core does."""
         mask = self._mask
         is_of_all = not (mask.has_any or mask.renumbers or self.enable_shrink)
-        is_usual = is_of_all and self.low_latency_mode and self._hooks.are_none
-        return is_usual and stream.is_current(exchange.device)
+        is_good = self.low_latency_mode and not (async_finish and return_recv_hook)
+        return is_of_all and is_good and self._hooks.are_over
 
     def low_latency_combine(
         self,
@@ -302,11 +250,11 @@ class LowLatencyMode:
         `weft.Unsupported`.
         """
         given = (x, topk_idx, topk_weights, out, combine_wait_recv_cost_stats)
-        beside = (use_logfmt, zero_copy, async_finish, return_recv_hook, overlap)
+        beside = (use_logfmt, zero_copy, overlap)
         if src_signals is None:
-            combined = self._combine_at_once(given, handle, beside)
-            if combined is not None:
-                return combined, EventOverlap(), None
+            made = self._combine_at_once(given, handle, beside, async_finish, return_recv_hook)
+            if made is not None:
+                return made
         with NoGradients(), Call("low_latency_combine", self._pool, "combine") as call:
             stream = self._low_latency(async_finish, return_recv_hook)
             check_handle(handle, LowLatencyHandle)
@@ -354,9 +302,7 @@ class LowLatencyMode:
                         ready=ready,
                         wire="logfmt10" if use_logfmt else "none",
                     )
-                receive = None
-                if return_recv_hook and plan.exchange.is_open(plan):
-                    receive = Receive(plan, waits, stream)
+                receive = _receive_of(plan, waits, stream) if return_recv_hook else None
                 if out is not None and not is_whole:
                     copy, combined = functools.partial(out.copy_, combined), out
                     copy() if receive is None else receive.then(copy)
@@ -369,28 +315,44 @@ class LowLatencyMode:
         tensors: tuple[Tensor | None, ...],
         handle: LowLatencyHandle,
         beside: tuple[object, ...],
-    ) -> Tensor | None:
-        """The same of `low_latency_combine` as `_dispatch_at_once`; the tokens."""
+        async_finish: bool,
+        return_recv_hook: bool,
+    ) -> tuple[Tensor, EventOverlap, Hook | None] | None:
+        """The same of `low_latency_combine` as `_dispatch_at_once`. beside: what is more to it."""
         told = _core.num_told()
         try:
-            if any(beside) or not tensors[4] is handle.hook is handle.order is None:
+            if any(beside) or not tensors[4] is handle.order is None:
                 return None
             runtime, plan = self._runtime(), handle.plan
-            exchange = plan.exchange
-            is_plain = isinstance(handle, LowLatencyHandle) and handle.has_order_of(tensors[1])
-            if not (is_plain and self._is_plain(runtime.stream, exchange)):
+            exchange, stream, work = plan.exchange, runtime.stream, None
+            is_own = isinstance(handle, LowLatencyHandle) and handle.has_order_of(tensors[1])
+            if not (is_own and self._is_plain(async_finish, return_recv_hook)):
                 return None
-            combined = exchange.combine_blocks_at_once(plan, tensors, handle.stride)
+            if handle.hook is not None and not handle.hook.was_called:
+                return None
+            given = (plan, tensors, handle.stride)
+            is_async = async_finish or return_recv_hook
+            if not is_async and stream.is_current(exchange.device):
+                combined = exchange.combine_blocks_at_once(*given)
+            else:
+                with stream.call(exchange.device, tensors, async_finish=is_async) as work:
+                    combined = exchange.combine_blocks_at_once(*given, return_recv_hook)
+                    work.returns(combined)
         except BaseException as error:
             if isinstance(error, Exception) and _core.num_told() == told:
                 return None
             with Call("low_latency_combine", self._pool, "combine", told) as call:
                 call.by(handle.plan)
                 raise
-        if combined is not None:
-            runtime.exchanges.last = exchange
-            count("low_latency_combine")
-        return combined
+        if combined is None:
+            return None
+        runtime.exchanges.last = exchange
+        count("low_latency_combine")
+        if work is None:
+            self._hooks.add(None)
+            return combined, EventOverlap(), None
+        receive = _receive_of(plan, None, stream) if return_recv_hook else None
+        return combined, *self._finish("low_latency_combine", work, return_recv_hook, receive)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """bf16 [El, R * num_max, H] to write rows to for `low_latency_combine(zero_copy=True)`."""
@@ -481,6 +443,11 @@ class LowLatencyMode:
 _NOTHING = contextlib.nullcontext()
 
 
+def _receive_of(plan: Plan, waits: Tensor | None, stream: CommStream) -> Receive | None:
+    """What the call by the plan has left to its hook, if anything; see `Receive`."""
+    return Receive(plan, waits, stream) if plan.exchange.is_open(plan) else None
+
+
 def _in_order_of(own: Tensor, given: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Choices and weights of `given` [T, K], by expert in the places that `own` [T, K] has them; -1
     and 0 where it has none."""
@@ -500,56 +467,3 @@ def check_wire(hidden: int) -> None:
     """Raises BadCall unless sums of so many elements can travel as logfmt."""
     group = _core.QUANTISE_GROUP
     check(hidden % group == 0, f"use_logfmt for {hidden} columns of x (a multiple of {group})")
-
-
-class RankMask:
-    """Ranks that low-latency calls leave out.
-
-    Those that are lost make no calls, and the exchanges do without them. Others still make theirs,
-    and the mask keeps their tokens, counts and sums out. The host knows it, so a CUDA graph keeps
-    the mask of its capture.
-    """
-
-    renumbers = False  # whether a call has other numbers for experts than its caller
-
-    def __init__(self, num_ranks: int) -> None:
-        self.is_masked = torch.zeros(num_ranks + 1, dtype=torch.bool, device="cpu")
-        self.is_masked[-1] = True  # no rank
-        self.has_any = False  # any rank is masked and not lost
-        self._lost: set[int] = set()
-
-    def lose(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            self._lost.add(rank)
-            self.is_masked[rank] = True
-        self._count()
-
-    def set(self, rank: int, is_masked: bool) -> None:
-        """Raises Unsupported for one that is lost and shall be taken in."""
-        if not is_masked and rank in self._lost:
-            raise Unsupported(f"rank {rank} is lost and cannot be taken in again", "unsupported")
-        self.is_masked[rank] = is_masked
-        self._count()
-
-    def clear(self) -> None:
-        """Raises Unsupported if some are lost."""
-        for rank in range(len(self.is_masked) - 1):
-            self.set(rank, False)
-
-    def _count(self) -> None:
-        self.has_any = int(self.is_masked.sum()) - 1 > len(self._lost)
-
-    def of(self, ranks: Tensor) -> Tensor:
-        """bool like ranks (any shape; R stands for none): where they are masked."""
-        return self.is_masked.to(ranks.device)[ranks]
-
-    def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
-        """topk_idx [T, K] less those to masked ranks; -1 is none."""
-        if not self.has_any:
-            return topk_idx
-        routes = routes_of(topk_idx, num_experts)
-        return routes.masked_fill(self.of(routes.clamp(min=0).long() // num_local_experts), -1)
-
-    def waits(self, sums: Tensor | None) -> Tensor | None:
-        """Of statistics of waits the part for the ranks of the call."""
-        return sums
