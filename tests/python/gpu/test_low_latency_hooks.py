@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import weft
 from weft.compat import deep_ep
+from weft.compat.deep_ep.low_latency import LowLatencyMode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -102,6 +103,48 @@ def eager(rank, num_ranks, group, name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_hooks_give_the_bits_of_one_launch(ranks, name, num_ranks):
     ranks(eager, num_ranks, name)
+
+
+def in_steps(rank, num_ranks, group, name):
+    """The same calls as one of the core each, and in the steps that others take; on the stream of
+    the call before, and on another one."""
+    layer, other_stream = Layer(rank, num_ranks, group, **FORMATS[name]), torch.cuda.Stream()
+    names = ("_dispatch_at_once", "_combine_at_once")
+    usual = {name: getattr(LowLatencyMode, name) for name in names}
+    seen = []
+
+    def watched(name):
+        def call(*given):
+            made = usual[name](*given)
+            seen.append(made is not None)
+            return made
+
+        return call
+
+    try:
+        for has_hook in (False, True):
+            for name in names:
+                setattr(LowLatencyMode, name, lambda *_: None)
+            wanted = layer.run(has_hook)
+            for name in names:
+                setattr(LowLatencyMode, name, watched(name))
+            for stream in (torch.cuda.current_stream(), other_stream, other_stream):
+                torch.cuda.synchronize()
+                seen.clear()
+                with torch.cuda.stream(stream):
+                    found = layer.run(has_hook)
+                assert seen == [True, True]
+                same(found, wanted)
+                assert torch.equal(found[3].src_info, wanted[3].src_info)
+    finally:
+        for name in names:
+            setattr(LowLatencyMode, name, usual[name])
+
+
+@RANKS
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_call_of_the_core_gives_the_bits_of_steps(ranks, name, num_ranks):
+    ranks(in_steps, num_ranks, name)
 
 
 def in_graph(rank, num_ranks, group, name):
