@@ -2,6 +2,9 @@
 """Low-latency calls as they mostly are, each one call of the core, against the same calls in steps;
 and what has to go in steps."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from buffer_cases import NUM_MAX, check_handle, low_latency_case
@@ -189,6 +192,34 @@ def later(rank, num_ranks, group, option, in_turns):
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_calls_that_end_later(ranks, option, in_turns):
     ranks(later, 2, option, in_turns)
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def given_back(rank, num_ranks, group):
+    case, buffer = low_latency_case(rank, num_ranks, group, hidden=8192)
+    given = (case.x, case.idx, NUM_MAX, case.num_experts)
+
+    def calls(count):
+        for _ in range(count):
+            rows, _, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=False)
+            with Ways() as ways:
+                buffer.low_latency_dispatch(*given)
+                out = buffer.low_latency_combine(rows, case.idx, case.weights, handle)[0]
+            assert ways.seen == ["dispatch", "combine"]
+        return out.nbytes
+
+    calls(20)
+    before = resident()
+    num_bytes = calls(400)
+    assert num_bytes == NUM_MAX * 8192 * 2 and resident() - before < 400 * num_bytes / 4
+
+
+def test_memory_of_what_is_returned_is_given_back(ranks):
+    ranks(given_back, 1)
 
 
 def wrong(rank, num_ranks, group):
