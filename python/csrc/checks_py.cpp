@@ -201,7 +201,9 @@ struct BlockFormats {
 BlockDispatch check_block_dispatch(
     const nb::tuple& tensors, const BlockSizes& sizes, const nb::tuple& formats
 ) {
-  const auto& [num_max, num_experts, num_ranks] = sizes;
+  const int64_t num_max = sizes.num_max;
+  const int64_t num_experts = sizes.num_experts;
+  const int64_t num_ranks = sizes.num_ranks;
   const nb::handle x = tensors[0];
   check_tensor("x", x, kBFloat16, {"T", "H"});
   const int64_t num_tokens = size_of(x, 0);

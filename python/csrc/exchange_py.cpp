@@ -156,13 +156,14 @@ nb::tuple plan_and_dispatch(
     const Options& options,
     const Routed& how
 ) {
-  const auto& [pool_of, given_rows, is_one_call] = how;
+  const std::optional<int64_t> given_rows = how.given_rows;
+  const bool is_one_call = how.is_one_call;
   nb::object pool = nb::none();
   const bool is_alone =
       is_one_call &&
       calls.exchange().writes_alone(routes.routing(options), options, given.x.tensor, options);
-  if (!pool_of.is_none() && !is_alone) {
-    pool = pool_of(nb::find(calls));
+  if (!how.pool_of.is_none() && !is_alone) {
+    pool = how.pool_of(nb::find(calls));
   }
   std::optional<Written> written = written_ahead(calls, routes, given, options, pool, given_rows);
   const DispatchOutput output = written ? written->output : DispatchOutput{};
@@ -230,7 +231,7 @@ nb::object dispatch_blocks(
                          num_max <= config.max_tokens && call.topk <= config.max_topk;
   const bool has_gaps = !stats.is_none() && !given.count_sums.owner.is(stats);
   if (!is_for_it || has_gaps) {
-    return none;
+    return nb::none();
   }
   call.options.stream = stream_of(stream);
   call.options.receives_later = receives_later;

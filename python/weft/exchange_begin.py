@@ -174,10 +174,8 @@ class ExchangeBegin(ExchangeState):
             try:
                 return core, self._called(core, verb if has_rows else "plan", call, core)
             except BaseException as error:
-                if not may_grow:
-                    raise
-                sizes = (wanted, topk_idx, routing_map)
-                if not self._is_outgrown(core, error, begun, *sizes):
+                given = (wanted, topk_idx, routing_map)
+                if not (may_grow and self._is_outgrown(core, error, begun, *given)):
                     raise
                 if not isinstance(error, Exception):
                     call = _raising(error)  # the others ask again, an interrupt is not forgotten
