@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft import _core, copies
+from weft import relays as relaying
 from weft.block_products import PlacedWeight
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
@@ -42,11 +43,13 @@ class Balance:
     dtypes: of all of them, or one for each; any, FP8 and scales included. copy_engines: on GPUs
     these carry what moves. timeout: seconds, of every wait. on_peer_loss: "fail", or "shrink" as of
     an `Exchange`: replicas of a lost rank's experts are then zeros, and gradients are those of the
-    ranks that are left; not with wgrad "blocks". invitation: of `Balance.invitation`, in a new
-    process that takes a lost rank's place; it gives what the others gave, or raises InvalidArgument
-    alone, and waits for their `readmit`. Raises InvalidArgument on every rank if one rank's
-    arguments are wrong or differ. Calls are collective, and raise InvalidArgument on every rank if
-    one rank's are wrong, TimeoutError, PeerError.
+    ranks that are left; not with wgrad "blocks". relays: whether ranks that have got an expert pass
+    it on: "never", "always" (not with "shrink"), or "auto", where that should take less time
+    (relays.py); replicas get the same bits. invitation: of `Balance.invitation`, in a new process
+    that takes a lost rank's place; it gives what the others gave, or raises InvalidArgument alone,
+    and waits for their `readmit`. Raises InvalidArgument on every rank if one rank's arguments are
+    wrong or differ. Calls are collective, and raise InvalidArgument on every rank if one rank's are
+    wrong, TimeoutError, PeerError.
     """
 
     def __init__(
@@ -59,12 +62,18 @@ class Balance:
         copy_engines: bool = False,
         timeout: float = 30.0,
         on_peer_loss: str = "fail",
+        relays: str = "auto",
         invitation: str | None = None,
     ) -> None:
         self.group = exchange.group
         self._on_peer_loss = on_peer_loss
-        kinds = self.group.agreed("Balance", lambda: _kinds(replicas, shapes, dtypes))
-        self._sizes = repr((replicas, kinds))
+
+        def checked() -> list[tuple[tuple[int, ...], torch.dtype]]:
+            _check_relays(relays, on_peer_loss)
+            return _kinds(replicas, shapes, dtypes)
+
+        kinds = self.group.agreed("Balance", checked)
+        self._sizes = repr((replicas, kinds, relays))
         if invitation is None:
             self._agree()
         else:
@@ -81,6 +90,10 @@ class Balance:
         self._ahead: Held | None = None  # whose replicas `push_weights` put there
         self._num_readmitted = 0  # times
         self._copy_engines = copy_engines or None  # None: where Weft chooses them
+        # Replicas get nothing from a relay that is lost, though their master may be left.
+        self._relays = "never" if on_peer_loss == "shrink" else relays
+        domain_of = {rank: at for at, ranks in enumerate(self.group.domains) for rank in ranks}
+        self._domain_of = [domain_of[rank] for rank in range(self.group.num_ranks)]
         self._carrier: Exchange | None = None
         if replicas > 0:
             group = self.group
@@ -102,8 +115,8 @@ class Balance:
     def _check_sizes(self, theirs: str, where: str) -> None:
         if theirs != self._sizes:
             raise InvalidArgument(
-                f"Balance: (replicas, [shape, dtype]) = {self._sizes} here and {theirs} {where} "
-                "(must be equal on all ranks)",
+                f"Balance: (replicas, [shape, dtype], relays) = {self._sizes} here and {theirs} "
+                f"{where} (must be equal on all ranks)",
                 rank=self.group.rank,
             )
 
@@ -309,12 +322,22 @@ class Balance:
     def _sends(self, placement: Tensor) -> copies.Sends:
         return copies.sends_of(placement, self.num_local_experts, self.group.rank)
 
+    def _rounds(self, placement: Tensor) -> relaying.Rounds:
+        """The same on all ranks."""
+        every = copies.copies_of(placement, self.num_local_experts)
+        num_bytes = sum(copies.bytes_of(one).size(1) for one in self._places)
+        shares_memory = self.device.type == "cpu"
+        return relaying.rounds_of(self._relays, every, self._domain_of, num_bytes, shares_memory)
+
     def _push(self, held: Held) -> None:
         """Collective. Its replicas."""
         if self._carrier is not None:
             slots = [one[self.num_local_experts :] for one in self._places]
             own = [one.contiguous() for one in held.weights]
-            copies.put_weights(slots, own, self._sends(held.placement), self._carry)
+            for hops in self._rounds(held.placement):
+                from_here = [hop for hop in hops if hop.sender == self.group.rank]
+                to_here = [hop for hop in hops if hop.copy.at == self.group.rank]
+                copies.pass_weights(slots, own, from_here, to_here, self._carry)
         self._replicas = held
 
     def _fill(self, held: Held) -> None:
@@ -500,6 +523,13 @@ def _kinds(
             f"{len(sizes)} shapes and {len(each)} dtypes (expected as many, at least 1)"
         )
     return list(zip(sizes, each))
+
+
+def _check_relays(relays: str, on_peer_loss: str) -> None:
+    if relays not in relaying.MODES:
+        raise InvalidArgument(f"relays = '{relays}' is unknown (one of: auto, never, always)")
+    if relays == "always" and on_peer_loss == "shrink":
+        raise InvalidArgument('relays = "always" needs all ranks (on_peer_loss = "fail")')
 
 
 def _check_wgrad(wgrad: str, queue: Any, weights: Sequence[Tensor]) -> None:

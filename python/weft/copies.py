@@ -34,6 +34,18 @@ class Copy(NamedTuple):
     owner: int
     expert: int
 
+    @property
+    def expert_of_all(self) -> tuple[int, int]:
+        return self.owner, self.expert
+
+
+class Hop(NamedTuple):
+    """A copy on its way: rank `sender` sends it, its owner, or one that has it in slot `held`."""
+
+    copy: Copy
+    sender: int
+    held: int = -1  # of the owner
+
 
 def unknown_expert(placement: Tensor, num_local: int) -> str | None:
     """What is wrong with an entry of a placement, as `sends_of` takes it. Waits for a GPU."""
@@ -58,16 +70,20 @@ def sends_of(placement: Tensor, num_local: int, rank: int) -> Sends:
     """Of the domain of `rank`, whose ranks are adjacent. placement int32 [ranks of the domain,
     slots]: rank of the domain * num_local + expert, or -1. Waits for a GPU."""
     num_ranks, _ = placement.shape
-    first = rank - rank % num_ranks
-    copies = [
+    copies = copies_of(placement, num_local, rank - rank % num_ranks)
+    from_here = [one for one in copies if one.owner == rank]
+    to_here = [one for one in copies if one.at == rank]
+    return Sends(from_here, to_here)
+
+
+def copies_of(placement: Tensor, num_local: int, first: int = 0) -> list[Copy]:
+    """By rank and slot. placement: as of `sends_of`. first: rank of the domain. Waits for a GPU."""
+    return [
         Copy(first + at, slot, first + expert // num_local, expert % num_local)
         for at, slots in enumerate(placement.tolist())
         for slot, expert in enumerate(slots)
         if expert >= 0
     ]
-    from_here = [one for one in copies if one.owner == rank]
-    to_here = [one for one in copies if one.at == rank]
-    return Sends(from_here, to_here)
 
 
 def rows_of(width: int) -> tuple[int, int]:
@@ -89,7 +105,9 @@ def _carried(
     """And the plan by which they came."""
     width, device = blocks.size(1), blocks.device
     row, each = rows_of(width)
-    rows = functional.pad(blocks, (0, each * row - width)).view(-1, row)
+    if each * row > width:
+        blocks = functional.pad(blocks, (0, each * row - width))
+    rows = blocks.view(-1, row)
     routes = torch.tensor(to, dtype=torch.int32).repeat_interleave(each).view(-1, 1).to(device)
     budget = num_received * each
     plan, out = exchange.plan_and_dispatch(
@@ -134,7 +152,8 @@ def _picked(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
     """uint8 [rows, bytes]: what each has of these experts, side by side."""
     device = tensors[0].device
     index = _numbers(rows, device)
-    return torch.cat([bytes_of(one).index_select(0, index) for one in tensors], dim=1)
+    parts = [bytes_of(one).index_select(0, index) for one in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _parts(blocks: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -148,12 +167,34 @@ def put_weights(
     """Collective. Each owner's bytes into the slots of others that have its experts.
 
     slots [any, ...] and own [El, ...]: as many, with as many bytes for an expert, contiguous."""
-    blocks = _picked(own, [one.expert for one in sends.from_here])
-    order = sorted(sends.to_here, key=lambda one: (one.owner, one.slot))
-    came = carried(blocks, [one.at for one in sends.from_here], [one.owner for one in order])
-    into = _numbers([one.slot for one in order], blocks.device)
+    from_here, to_here = ([Hop(one, one.owner) for one in part] for part in sends)
+    pass_weights(slots, own, from_here, to_here, carried)
+
+
+def pass_weights(
+    slots: Sequence[Tensor],
+    own: Sequence[Tensor],
+    from_here: Sequence[Hop],
+    to_here: Sequence[Hop],
+    carried: Carry,
+) -> None:
+    """Collective. `put_weights`, of hops that this rank sends, out of its slots too, and gets."""
+    sent = sorted(from_here, key=_order)
+    parts = [
+        _picked(own, [hop.copy.expert for hop in sent if hop.held < 0]),
+        _picked(slots, [hop.held for hop in sent if hop.held >= 0]),
+    ]
+    blocks = torch.cat(parts) if all(map(len, parts)) else max(parts, key=len)
+    order = sorted(to_here, key=_order)
+    came = carried(blocks, [hop.copy.at for hop in sent], [hop.sender for hop in order])
+    into = _numbers([hop.copy.slot for hop in order], blocks.device)
     for slot, part in zip(slots, _parts(came, slots)):
         bytes_of(slot).index_copy_(0, into, part)
+
+
+def _order(hop: Hop) -> tuple[int, bool, Copy]:
+    """Both sides' of the same hops: by source, and of each its own experts first."""
+    return hop.sender, hop.held >= 0, hop.copy
 
 
 def add_gradients(

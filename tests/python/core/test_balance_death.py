@@ -20,7 +20,7 @@ DEADLINE = 60.0  # seconds of the exchange, which nobody waits for
 PATIENCE = 120.0  # seconds until three processes surely have begun, died and spoken
 
 
-def calls_of(balance, verb):
+def calls_of(balance, verb, placement):
     weights = torch.ones(LOCAL, *SHAPE, requires_grad=True)
     grads = torch.ones(LOCAL + 1, *SHAPE)
     rows = torch.ones(4 * (LOCAL + 1), SHAPE[0], requires_grad=True)
@@ -30,11 +30,11 @@ def calls_of(balance, verb):
         return block_linear(rows, weight, sizes)
 
     if verb == "push_weights":
-        return lambda: balance.push_weights(PLACEMENT, [weights.detach()])
+        return lambda: balance.push_weights(placement, [weights.detach()])
     if verb == "reduce_grads":
-        return lambda: balance.reduce_grads(PLACEMENT, [grads])
+        return lambda: balance.reduce_grads(placement, [grads])
     wgrad = verb.removeprefix("backward ")
-    out = balance.apply(PLACEMENT, experts, rows, weights, wgrad=wgrad)
+    out = balance.apply(placement, experts, rows, weights, wgrad=wgrad)
     return lambda: out.sum().backward()
 
 
@@ -53,7 +53,7 @@ def dies_at(step):
             die()
 
         weft.Exchange.plan_and_dispatch = plan_and_die
-    else:  # it has the others' rows, and comes to no further call
+    else:  # it has the others' rows, and comes to no further call, or to no further round
         carry = copies.carry
 
         def carry_and_die(*given, **options):
@@ -63,7 +63,7 @@ def dies_at(step):
         copies.carry = carry_and_die
 
 
-def run(rank, store, verb, step, pipe):
+def run(rank, store, verb, step, placement, relays, pipe):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -74,9 +74,14 @@ def run(rank, store, verb, step, pipe):
     )
     exchange = weft.Exchange(hidden=16, num_experts=RANKS * LOCAL)
     balance = weft.Balance(
-        exchange, replicas=1, shapes=[SHAPE], dtypes=torch.float32, timeout=DEADLINE
+        exchange,
+        replicas=1,
+        shapes=[SHAPE],
+        dtypes=torch.float32,
+        timeout=DEADLINE,
+        relays=relays,
     )
-    call = calls_of(balance, verb)
+    call = calls_of(balance, verb, placement)
     dist.barrier()
     if rank == VICTIM:
         dies_at(step)
@@ -84,7 +89,7 @@ def run(rank, store, verb, step, pipe):
     try:
         while True:  # what the victim took part in may still be whole
             call()
-            call = calls_of(balance, "push_weights")
+            call = calls_of(balance, "push_weights", placement)
     except weft.Error as error:
         said = f"{type(error).__name__}: {error}"
     pipe.send(said)
@@ -92,17 +97,13 @@ def run(rank, store, verb, step, pipe):
     os._exit(0)  # the process group is no more
 
 
-@pytest.mark.parametrize("step", ["begin", "planned", "carried"])
-@pytest.mark.parametrize(
-    "verb", ["push_weights", "reduce_grads", "backward places", "backward blocks"]
-)
-def test_a_killed_rank_is_named_by_all_others(tmp_path, monkeypatch, verb, step):
+def check_death(tmp_path, monkeypatch, verb, step, placement=PLACEMENT, relays="auto"):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for rank in range(RANKS):
         ours, theirs = context.Pipe(duplex=False)
-        args = (rank, str(tmp_path / "store"), verb, step, theirs)
+        args = (rank, str(tmp_path / "store"), verb, step, placement, relays, theirs)
         processes.append(context.Process(target=run, args=args, daemon=True))
         processes[-1].start()
         theirs.close()
@@ -121,3 +122,20 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path, monkeypatch, verb, step)
         for process in processes:
             process.kill()
             process.join()
+
+
+@pytest.mark.parametrize("step", ["begin", "planned", "carried"])
+@pytest.mark.parametrize(
+    "verb", ["push_weights", "reduce_grads", "backward places", "backward blocks"]
+)
+def test_a_killed_rank_is_named_by_all_others(tmp_path, monkeypatch, verb, step):
+    check_death(tmp_path, monkeypatch, verb, step)
+
+
+# Of two rounds the victim sends in the first, as master, or in the second, as relay: of rank 0's
+# expert 0, which it gets in the first.
+@pytest.mark.parametrize("placement", [[[2], [-1], [2]], [[-1], [0], [0]]], ids=["master", "relay"])
+@pytest.mark.parametrize("step", ["begin", "planned", "carried"])
+def test_a_rank_is_killed_in_a_round_or_between_rounds(tmp_path, monkeypatch, step, placement):
+    placement = torch.tensor(placement, dtype=torch.int32)
+    check_death(tmp_path, monkeypatch, "push_weights", step, placement, "always")

@@ -149,6 +149,16 @@ def balanced_dispatcher(group, inputs):
     return [rows, counts, row_probs, out, x.grad]
 
 
+def passed_on(exchange, shapes, weights):
+    """Replicas of an expert on all other ranks, which pass its weights on."""
+    balance = weft.Balance(
+        exchange, replicas=1, shapes=shapes, dtypes=torch.float32, relays="always"
+    )
+    placement = torch.zeros(exchange.num_ranks, 1, dtype=torch.int32)
+    placement[0] = -1
+    return balance.push_weights(placement, weights)
+
+
 def replicas(group, inputs):
     """Numbers are whole where sums have an order of the device's own."""
     local = inputs.num_experts // weft.Group.of(group).num_ranks
@@ -167,6 +177,7 @@ def replicas(group, inputs):
 
     weights = [random(local, *shape) for shape in shapes]
     made += [one.clone() for one in balance.push_weights(placement, weights)]
+    made += passed_on(exchange, shapes, weights)
     grads = [random(local + REPLICAS, *shape) for shape in shapes]
     balance.reduce_grads(placement, grads)
     made += grads

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who sends an expert's weights to its replicas: the master's rank to each, or in rounds, in which
+ranks that have it pass it on. balance.py asks for that; copies.py carries each round out.
+
+All functions here are pure, and what they are given is the same on all ranks: so all come to the
+same rounds without a word. Only weights are passed on. Gradients go straight to their master, which
+adds them by ascending rank: a relay that added some up first would make other sums of them, and one
+that only passed them on would spare the master none of the bytes that come to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from weft.copies import Copy, Hop
+
+MODES = ("auto", "never", "always")
+
+# What decides in mode "auto", by the model "h200" of `weft-lab simulate`: a round is a plan and a
+# dispatch, which take 24.2 and 24.5 us beyond their bytes, in which a link of 350 GB/s carries that
+CROSSING = 7  # copies in a domain take as long as one between domains: 350 / 50 GB/s
+ROUND_BYTES = 17_000_000
+
+Rounds = list[list[Hop]]  # hops of a round travel at the same time, in one exchange
+
+
+def rounds_of(
+    mode: str, copies: Sequence[Copy], domain_of: Sequence[int], num_bytes: int, shares: bool
+) -> Rounds:
+    """The rounds that all ranks make, at least one, which may be empty.
+
+    mode: "never", "always", or "auto": passed on if that costs less (`cost`). domain_of: of each
+    rank. num_bytes: of an expert. shares: the ranks of a domain share one memory, as those on CPUs
+    do, whose copies take as long whoever makes them: then "auto" passes on between domains only."""
+    direct = straight(copies)
+    if mode == "never" or not copies:
+        return direct
+    if mode == "always":
+        return passed_on(copies, domain_of)
+    rounds = passed_on(copies, domain_of, is_wide=shares)
+    is_cheaper = cost(rounds, domain_of, num_bytes) < cost(direct, domain_of, num_bytes)
+    return rounds if is_cheaper else direct
+
+
+def straight(copies: Sequence[Copy]) -> Rounds:
+    """One round, in which masters send."""
+    return [[Hop(one, one.owner) for one in copies]]
+
+
+def passed_on(copies: Sequence[Copy], domain_of: Sequence[int], is_wide: bool = False) -> Rounds:
+    """In every round each rank that has an expert sends it to a rank of a domain where nobody has
+    it, if there is one, and to one of its own domain; is_wide: to all of its own domain.
+
+    With replicas in D domains, the master's among them, and at most n places for the expert in one
+    of them, its master's included, ceil(log2 D) + ceil(log2 n) rounds, n = 2 if is_wide. Where an
+    expert has a second place on a rank, or one on its own, its master sends that in the first."""
+    first: dict[tuple[int, int], Copy] = {}  # by expert and rank
+    for one in copies:
+        if one.at != one.owner:
+            first.setdefault((one.expert_of_all, one.at), one)
+    firsts = set(first.values())
+    hops = [Hop(one, one.owner) for one in copies if one not in firsts]
+    waiting: dict[tuple[int, int], list[Copy]] = {}
+    for one in sorted(firsts):
+        waiting.setdefault(one.expert_of_all, []).append(one)
+    holders = {expert: [(expert[0], -1)] for expert in waiting}  # rank, and its slot that has it
+    sent: Counter[int] = Counter()  # by rank: where there are more holders than needed, who rests
+    rounds: Rounds = []
+    while waiting or hops:
+        for expert, left in sorted(waiting.items()):
+            hops += _hops(left, holders[expert], domain_of, sent, is_wide)
+        waiting = {expert: left for expert, left in waiting.items() if left}
+        rounds.append(hops)
+        hops = []
+    return rounds or [[]]
+
+
+def _hops(
+    waiting: list[Copy],
+    holders: list[tuple[int, int]],
+    domain_of: Sequence[int],
+    sent: Counter[int],
+    is_wide: bool,
+) -> list[Hop]:
+    """One expert's hops of a round. Whom they reach is then among the holders."""
+    reached = {domain_of[rank] for rank, _ in holders}
+    hops: list[Hop] = []
+    for rank, held in sorted(holders, key=lambda holder: (sent[holder[0]], holder)):
+        far = [one for one in waiting if domain_of[one.at] not in reached][:1]
+        near = [one for one in waiting if domain_of[one.at] == domain_of[rank]]
+        for one in far + (near if is_wide else near[:1]):
+            waiting.remove(one)
+            reached.add(domain_of[one.at])
+            hops.append(Hop(one, rank, held))
+            sent[rank] += 1
+    holders += [(hop.copy.at, hop.copy.slot) for hop in hops]
+    return hops
+
+
+def cost(rounds: Rounds, domain_of: Sequence[int], num_bytes: int) -> int:
+    """Bytes that a link inside a domain carries meanwhile: in each round those of the busiest, in
+    or out, inside the domain or to others (`CROSSING` times as long), and `ROUND_BYTES` for each
+    round after the first."""
+    busiest = 0
+    for hops in rounds:
+        loads: Counter[tuple[int, bool, bool]] = Counter()
+        for hop in hops:
+            is_far = domain_of[hop.sender] != domain_of[hop.copy.at]
+            for rank, is_out in ((hop.sender, True), (hop.copy.at, False)):
+                loads[rank, is_out, is_far] += CROSSING if is_far else 1
+        busiest += max(loads.values(), default=0)
+    return num_bytes * busiest + ROUND_BYTES * (len(rounds) - 1)
