@@ -3,11 +3,11 @@
 """Times `weft.Balance.push_weights` of one expert to many ranks, with relays and without, in turns.
 
 torchrun --nproc-per-node 8 bench/relays_bench.py --replicas 3 7 --json FILE
-WEFT_RANKS_PER_DOMAIN=4 torchrun --nproc-per-node 8 bench/relays_bench.py --modes never always auto
+WEFT_RANKS_PER_DOMAIN=4 torchrun --nproc-per-node 8 bench/relays_bench.py --json FILE
 torchrun --nproc-per-node 8 bench/relays_bench.py --device cuda
 
-Rank 0 has the expert; replicas are on as many other ranks, the nearest of each domain first where
-there are several. A row has the time of the slowest rank (us_p50, us_p99), the exchanges one after
+FILE keeps the rows that it has. Rank 0 has the expert; replicas are on as many other ranks, of all
+domains in turns. A row has the time of the slowest rank (us_p50, us_p99), the exchanges one after
 the other (rounds), and the bytes of whoever sends or gets most in each of them, all rounds together
 (busiest_bytes; busiest_crossing_bytes: of those that cross to other domains).
 """
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["never", "always"])
     parser.add_argument("--rounds", type=int, default=30, help="calls of each mode")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
-    parser.add_argument("--json", help="results file")
+    parser.add_argument("--json", help="results file, to add to")
     parser.add_argument("--commit", help="that the build is of; default: asks git")
     args = parser.parse_args()
     device = join(args.device == "cuda")
@@ -123,8 +123,10 @@ def main() -> None:
             for row in rows[-len(args.modes) :]:
                 say(row)
         if args.json and dist.get_rank() == 0:
-            text = json.dumps({**machine(args.commit), "rows": rows}, indent=1)
-            Path(args.json).write_text(text + "\n")
+            file = Path(args.json)
+            before = json.loads(file.read_text())["rows"] if file.exists() else []
+            text = json.dumps({**machine(args.commit), "rows": before + rows}, indent=1)
+            file.write_text(text + "\n")
     finally:
         with suppress(Exception):
             leave()

@@ -20,7 +20,7 @@ import sys
 import tree
 
 BLOCK = re.compile(r"<!-- (results|gpus|bounds|peers|doors) (\S+) -->\n.*?<!-- end \1 -->", re.S)
-SUBJECTS = ["balance", "domains", "gpu", "hosts", "steps", "torch"]  # of several runs a machine; their names begin with it
+SUBJECTS = ["balance", "domains", "gpu", "hosts", "relays", "steps", "torch"]  # of several runs a machine; their names begin with it
 NONE = "-"
 USUAL_WAY = "one row per route"
 OPS = ["plan", "dispatch", "combine", "plan+dispatch"]
@@ -42,6 +42,8 @@ DEATH = {key: (key, 0) for key in ("ranks", "deaths", "wrong", "hung")} | {"p50 
 RETURN = {key: (key, 0) for key in ("ranks", "readmissions", "wrong", "hung")} | {"p50 ms": ("ms_p50", 0), "p99 ms": ("ms_p99", 0)}
 COST = {"case": "case", "samples": ("samples", 0), "without, p50 us": ("us_p50_fail", 0), "with, p50 us": ("us_p50", 0)}
 COST |= {"more, us": ("more_us", 1), "more, %": ("more_percent", 2)}
+RELAYS = {"replicas": ("replicas", 0), "relays": "mode", "rounds": ("rounds", 0), "busiest rank, MB": ("busiest_bytes", 0, 1e-6)}
+RELAYS |= {"of another domain, MB": ("busiest_crossing_bytes", 0, 1e-6), "p50 ms": ("us_p50", 1, 1e-3), "p99 ms": ("us_p99", 1, 1e-3)}
 STEP = {"mode": "mode", "s/step": ("seconds", 4), "times faster": ("ratio", 2)}
 STEP |= {"exchange, % of step": ("exchange_of_step", 1, 100), "moving, % of step": ("moving_of_step", 1, 100)}
 STEP |= {"exposed, % of exchange": ("exposed_of_exchange", 1, 100), "% of step": ("exposed_of_step", 1, 100)}
@@ -134,6 +136,9 @@ def kind_of(row, run):
     if row["op"] == "shrink_cost":
         ranks = f"{row['ranks']} ranks ({row['executor']}, {row['transport']})"
         return f"Plan, dispatch and combine while nobody dies, {ranks}, {shape(row)}", COST, row
+    if row["op"] == "push_weights":
+        where = f"{row['ranks']} ranks in {row['domains']} domain{'s' if row['domains'] > 1 else ''} ({row['executor']}, {row['transport']})"
+        return f"An expert of {row['expert_bytes'] / 1e6:,.0f} MB from one of {where}", RELAYS, row
     if row["op"] in ("link", "signal"):  # between GPUs; moves no tokens
         return f"{row['ranks']} GPUs, {row['mode']}", CALL, row
     rival = row.get("rival", {"name": None, "us_p50": None})

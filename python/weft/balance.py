@@ -326,8 +326,7 @@ class Balance:
         """The same on all ranks."""
         every = copies.copies_of(placement, self.num_local_experts)
         num_bytes = sum(copies.bytes_of(one).size(1) for one in self._places)
-        shares_memory = self.device.type == "cpu"
-        return relaying.rounds_of(self._relays, every, self._domain_of, num_bytes, shares_memory)
+        return relaying.rounds_of(self._relays, every, self._domain_of, num_bytes)
 
     def _push(self, held: Held) -> None:
         """Collective. Its replicas."""

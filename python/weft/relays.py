@@ -16,28 +16,28 @@ from weft.copies import Copy, Hop
 
 MODES = ("auto", "never", "always")
 
-# What decides in mode "auto", by the model "h200" of `weft-lab simulate`: a round is a plan and a
-# dispatch, which take 24.2 and 24.5 us beyond their bytes, in which a link of 350 GB/s carries that
+# What decides in mode "auto", by the model "h200" of `weft-lab simulate`, on CPUs too.
 CROSSING = 7  # copies in a domain take as long as one between domains: 350 / 50 GB/s
+# What a link of 350 GB/s carries while a plan and a dispatch take 24.2 and 24.5 us beyond their
+# bytes.
 ROUND_BYTES = 17_000_000
 
 Rounds = list[list[Hop]]  # hops of a round travel at the same time, in one exchange
 
 
 def rounds_of(
-    mode: str, copies: Sequence[Copy], domain_of: Sequence[int], num_bytes: int, shares: bool
+    mode: str, copies: Sequence[Copy], domain_of: Sequence[int], num_bytes: int
 ) -> Rounds:
     """The rounds that all ranks make, at least one, which may be empty.
 
     mode: "never", "always", or "auto": passed on if that costs less (`cost`). domain_of: of each
-    rank. num_bytes: of an expert. shares: the ranks of a domain share one memory, as those on CPUs
-    do, whose copies take as long whoever makes them: then "auto" passes on between domains only."""
+    rank. num_bytes: of an expert."""
     direct = straight(copies)
-    if mode == "never" or not copies:
+    if mode == "never":
         return direct
+    rounds = passed_on(copies, domain_of)
     if mode == "always":
-        return passed_on(copies, domain_of)
-    rounds = passed_on(copies, domain_of, is_wide=shares)
+        return rounds
     is_cheaper = cost(rounds, domain_of, num_bytes) < cost(direct, domain_of, num_bytes)
     return rounds if is_cheaper else direct
 
@@ -47,13 +47,13 @@ def straight(copies: Sequence[Copy]) -> Rounds:
     return [[Hop(one, one.owner) for one in copies]]
 
 
-def passed_on(copies: Sequence[Copy], domain_of: Sequence[int], is_wide: bool = False) -> Rounds:
+def passed_on(copies: Sequence[Copy], domain_of: Sequence[int]) -> Rounds:
     """In every round each rank that has an expert sends it to a rank of a domain where nobody has
-    it, if there is one, and to one of its own domain; is_wide: to all of its own domain.
+    it, if there is one, and to one of its own domain.
 
-    With replicas in D domains, the master's among them, and at most n places for the expert in one
-    of them, its master's included, ceil(log2 D) + ceil(log2 n) rounds, n = 2 if is_wide. Where an
-    expert has a second place on a rank, or one on its own, its master sends that in the first."""
+    For an expert on ranks of D domains, at most n in one of them, the master's included, these are
+    at most ceil(log2 D) + ceil(log2 n) rounds. Where it has a second place on a rank, or one on its
+    master's, the master sends that in the first."""
     first: dict[tuple[int, int], Copy] = {}  # by expert and rank
     for one in copies:
         if one.at != one.owner:
@@ -68,7 +68,7 @@ def passed_on(copies: Sequence[Copy], domain_of: Sequence[int], is_wide: bool = 
     rounds: Rounds = []
     while waiting or hops:
         for expert, left in sorted(waiting.items()):
-            hops += _hops(left, holders[expert], domain_of, sent, is_wide)
+            hops += _hops(left, holders[expert], domain_of, sent)
         waiting = {expert: left for expert, left in waiting.items() if left}
         rounds.append(hops)
         hops = []
@@ -80,7 +80,6 @@ def _hops(
     holders: list[tuple[int, int]],
     domain_of: Sequence[int],
     sent: Counter[int],
-    is_wide: bool,
 ) -> list[Hop]:
     """One expert's hops of a round. Whom they reach is then among the holders."""
     reached = {domain_of[rank] for rank, _ in holders}
@@ -88,7 +87,7 @@ def _hops(
     for rank, held in sorted(holders, key=lambda holder: (sent[holder[0]], holder)):
         far = [one for one in waiting if domain_of[one.at] not in reached][:1]
         near = [one for one in waiting if domain_of[one.at] == domain_of[rank]]
-        for one in far + (near if is_wide else near[:1]):
+        for one in far + near[:1]:
             waiting.remove(one)
             reached.add(domain_of[one.at])
             hops.append(Hop(one, rank, held))

@@ -44,21 +44,21 @@ SHAPES_OF_GROUPS = [(1, 1), (2, 1), (3, 1), (4, 2), (7, 2), (8, 1), (8, 2), (9, 
 
 
 def cases(is_planned=(False, True)):
-    """Copies, the domain of each rank, is_wide, and the rounds."""
-    drawings = itertools.product(SHAPES_OF_GROUPS, range(6), (False, True), is_planned)
-    for (num_ranks, num_domains), seed, is_wide, is_planned in drawings:
+    """Copies, the domain of each rank, and the rounds."""
+    drawings = itertools.product(SHAPES_OF_GROUPS, range(12), is_planned)
+    for (num_ranks, num_domains), seed, is_planned in drawings:
         every = copies.copies_of(drawn(seed, num_ranks, is_planned=is_planned), LOCAL)
         domain_of = domains_of(num_ranks, num_domains)
-        yield every, domain_of, is_wide, relays.passed_on(every, domain_of, is_wide)
+        yield every, domain_of, relays.passed_on(every, domain_of)
 
 
 def test_every_place_gets_its_expert_once():
-    for every, _, _, rounds in cases():
+    for every, _, rounds in cases():
         assert sorted(hop.copy for hops in rounds for hop in hops) == every
 
 
 def test_nobody_sends_what_it_has_not_got_in_an_earlier_round():
-    for _, _, _, rounds in cases():
+    for _, _, rounds in cases():
         got = set()
         for hops in rounds:
             for hop in hops:
@@ -85,17 +85,16 @@ def by_expert(every):
 
 
 def test_rounds_are_few():
-    for every, domain_of, is_wide, rounds in cases():
+    for every, domain_of, rounds in cases():
         bounds = [1]
         for places in by_expert(every).values():
             num_domains, most = of_expert(places, domain_of)
-            most = min(most, 2) if is_wide else most
             bounds.append(math.ceil(math.log2(num_domains)) + math.ceil(math.log2(most)))
         assert len(rounds) <= max(bounds)
 
 
 def test_an_expert_crosses_to_a_domain_once():
-    for every, domain_of, _, rounds in cases(is_planned=[True]):
+    for every, domain_of, rounds in cases(is_planned=[True]):
         crossed = [
             (hop.copy.expert_of_all, domain_of[hop.copy.at])
             for hops in rounds
@@ -111,10 +110,10 @@ def test_an_expert_crosses_to_a_domain_once():
 
 
 def test_a_rank_sends_an_expert_to_at_most_two_in_a_round():
-    for _, _, is_wide, rounds in cases(is_planned=[True]):
+    for _, _, rounds in cases(is_planned=[True]):
         for hops in rounds:
             senders = [(hop.sender, hop.copy.expert_of_all) for hop in hops]
-            assert is_wide or all(senders.count(one) <= 2 for one in senders)
+            assert all(senders.count(one) <= 2 for one in senders)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16, 64])
@@ -132,31 +131,27 @@ def test_a_master_alone_sends_no_more_than_there_are_rounds(num_ranks):
     assert relays.cost(direct, [0] * num_ranks, 1) == num_ranks - 1
 
 
-def num_rounds(mode, num_ranks, num_domains, num_bytes, shares):
-    rounds = relays.rounds_of(
-        mode, everywhere(num_ranks), domains_of(num_ranks, num_domains), num_bytes, shares
-    )
-    return len(rounds)
+def num_rounds(mode, num_ranks, num_domains, num_bytes):
+    domain_of = domains_of(num_ranks, num_domains)
+    return len(relays.rounds_of(mode, everywhere(num_ranks), domain_of, num_bytes))
 
 
 def test_few_replicas_go_straight():
-    auto = [num_rounds("auto", num_ranks, 1, 16 * MB, False) for num_ranks in range(1, 10)]
+    auto = [num_rounds("auto", num_ranks, 1, 16 * MB) for num_ranks in range(1, 10)]
     assert auto == [1, 1, 1, 1, 1, 1, 3, 3, 4]
-    assert num_rounds("auto", 8, 1, MB, False) == 1  # a round takes longer than small copies
-    assert num_rounds("auto", 8, 1, 100 * MB, True) == 1  # one memory, whoever copies
-    assert num_rounds("auto", 8, 2, 16 * MB, True) == 2  # to the other domain, then in both
-    assert num_rounds("auto", 2, 2, 16 * MB, True) == 1
-    assert num_rounds("never", 8, 2, 16 * MB, False) == 1
-    assert num_rounds("always", 8, 1, 1, True) == 3
+    assert num_rounds("auto", 8, 1, MB) == 1  # a round takes longer than small copies
+    assert num_rounds("auto", 4, 1, 100 * MB) == 2
+    assert num_rounds("auto", 4, 2, 16 * MB) == 2  # one crosses
+    assert num_rounds("auto", 2, 2, 16 * MB) == 1
+    assert num_rounds("never", 8, 2, 100 * MB) == 1
+    assert num_rounds("always", 8, 1, 1) == 3
+    assert relays.rounds_of("always", [], [0], 1) == relays.rounds_of("auto", [], [0], 1) == [[]]
 
 
 def test_the_order_of_copies_does_not_matter():
     every = copies.copies_of(drawn(3, 8), LOCAL)
     domain_of = domains_of(8, 2)
-    for is_wide in (False, True):
-        assert relays.passed_on(every[::-1], domain_of, is_wide) == relays.passed_on(
-            every, domain_of, is_wide
-        )
+    assert relays.passed_on(every[::-1], domain_of) == relays.passed_on(every, domain_of)
 
 
 # --- on ranks ---
@@ -167,7 +162,7 @@ def weights_of(rank, seed):
     return [torch.randn(LOCAL, *shape, generator=gen) for shape in SHAPES]
 
 
-def pushed(rank, num_ranks, group, relays, rounds_seen=1):
+def pushed(rank, num_ranks, group, relays):
     """Against the definition, with masters and relays that send several experts; and gradients."""
     exchange = weft.Exchange(group, hidden=16, num_experts=num_ranks * LOCAL)
     balance = weft.Balance(
