@@ -73,11 +73,6 @@ void check_replicas(const TrainConfig& config) {
       "replicas = {} on a GPU (0; experts are balanced on CPUs)",
       config.replicas
   );
-  require(
-      config.replicas == 0 || !config.overlap.is_on,
-      "replicas = {} with overlap (0; their weights travel between the steps of one lane)",
-      config.replicas
-  );
 }
 
 }  // namespace

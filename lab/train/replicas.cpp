@@ -110,6 +110,12 @@ void Replicas::return_gradients() {
       {.rows = matrix(static_cast<const float*>(grads_.data()), moves_->num_rows(), hidden_)},
       {.x = matrix(packed_.data(), moves_->num_tokens(), hidden_)}
   );
+}
+
+void Replicas::add_to_masters() {
+  if (!moves_) {
+    return;
+  }
   const int64_t size_out = inner_ * hidden_;
   const float* from = packed_.data();
   const auto add_to = [&](float* grad, int64_t size) {

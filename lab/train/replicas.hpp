@@ -33,9 +33,12 @@ class Replicas {
   void bring(
       Exchange* exchange, const ModelConfig& model, const Plan& balanced, const Weights& masters
   );
-  // Collective. Adds the gradients of all replicas, in fp32 in the order of their ranks, and then
-  // the sum to the gradient of the master.
+  // Collective. Brings the sums of the gradients of all replicas, in fp32 in the order of their
+  // ranks, to the ranks of the masters.
   void return_gradients();
+  // Not collective: adds those to the gradients of the masters. Whoever else adds to these does so
+  // on the same lane.
+  void add_to_masters();
 
   // [replicas] of each place; null where it is empty.
   [[nodiscard]] std::span<const Weights> places() const { return places_; }

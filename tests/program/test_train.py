@@ -324,9 +324,9 @@ def test_launched_ranks_with_other_options_are_named(book, tmp_path):
     assert not (tmp_path / "run.wrt").exists()
 
 
-@pytest.mark.parametrize("how", ["--processes", "--threads"])
+@pytest.mark.parametrize("how", [["--processes"], ["--threads"], ["--overlap"], ["--overlap", "--delay-wgrad"]], ids=" ".join)
 def test_replicas_make_ranks_even_and_keep_the_loss(tmp_path, book, how):
-    args = ("--ranks", 4, "--steps", 10, how)
+    args = ("--ranks", 4, "--steps", 10, *how)
     plain, _ = train(book, tmp_path / "plain.json", *args)
     values, text = train(book, tmp_path / "run.json", *args, "--replicas", 2)
     assert values == pytest.approx(plain, rel=1e-5)

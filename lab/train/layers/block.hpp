@@ -220,6 +220,9 @@ class Block {
     experts_.backward(
         expert_rows_, tokens_->grad_values, tokens_->expert_out.data(), tokens_->row_grads.data()
     );
+    if constexpr (Rank::kBalances) {  // the next exchange takes them to their masters
+      experts_.add_replica_gradients(expert_rows_, tokens_->grad_values);
+    }
   }
 
   // Any time between its neighbours. Gives back the rows that the block was sent; on a GPU the
@@ -252,6 +255,10 @@ class Block {
   }
 
   void pre_dispatch_backward() {
+    if constexpr (Rank::kBalances) {  // on the lane that has added the masters' own to them
+      rank_->start(Lane::kCompute, Phase::kReduce);
+      replicas_.add_to_masters();
+    }
     Scratch<typename Rank::Math>& scratch = rank_->scratch();
     rank_->start(Lane::kCompute, Phase::kRoute);
     rank_->math().router_backward(

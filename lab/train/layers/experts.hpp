@@ -67,17 +67,13 @@ class Experts {
     });
   }
 
-  // The rest of the backward, any time after it: adds to the weights' gradients. Rows and grad_y as
-  // they were.
+  // The rest of the backward, any time after it: adds to the gradients of this rank's own weights,
+  // and of its replicas'. Rows and grad_y as they were.
   void add_weight_gradients(const Rows& rows, const Value* grad_y) {
-    for_each_expert(rows, [&](const Place& at) {
-      math_->add_backward_weight(
-          at.out_of, grad_y + at.x, active_.data() + at.active, at.weights.grad_out
-      );
-      math_->add_backward_weight(
-          at.into, grad_gate_up_.data() + at.gate_up, rows.x + at.x, at.weights.grad_in
-      );
-    });
+    add_gradients(rows, grad_y, false);
+  }
+  void add_replica_gradients(const Rows& rows, const Value* grad_y) {
+    add_gradients(rows, grad_y, true);
   }
 
  private:
@@ -91,7 +87,21 @@ class Experts {
     int64_t gate_up = 0;
     int64_t active = 0;
     Weights weights = {};
+    bool is_replica = false;
   };
+  void add_gradients(const Rows& rows, const Value* grad_y, bool of_replicas) {
+    for_each_expert(rows, [&](const Place& at) {
+      if (at.is_replica != of_replicas) {
+        return;
+      }
+      math_->add_backward_weight(
+          at.out_of, grad_y + at.x, active_.data() + at.active, at.weights.grad_out
+      );
+      math_->add_backward_weight(
+          at.into, grad_gate_up_.data() + at.gate_up, rows.x + at.x, at.weights.grad_in
+      );
+    });
+  }
   template <class Visit>
   void for_each_expert(const Rows& rows, const Visit& visit) const {
     Place at = {.into = {0, hidden_, 2 * inner_}, .out_of = {0, inner_, hidden_}};
@@ -102,7 +112,8 @@ class Experts {
         continue;  // a place without a replica has no weights
       }
       at.into.rows = at.out_of.rows = count;
-      at.weights = idx < num_own ? own_weights(idx) : rows.replicas[idx - num_own];
+      at.is_replica = idx >= num_own;
+      at.weights = at.is_replica ? rows.replicas[idx - num_own] : own_weights(idx);
       visit(at);
       at.x += count * hidden_;
       at.gate_up += count * 2 * inner_;

@@ -45,6 +45,35 @@ TEST(ReplicasTest, MakeRanksEvenAndTwoRunsAgree) {
   }
 }
 
+TEST(ReplicasTest, OverlapHasTheBitsOfTheSequentialRun) {
+  for (const int num_micro_batches : {2, 3}) {
+    for (const int num_ranks : {1, 2, 4}) {
+      TrainConfig config = small_config();
+      config.num_micro_batches = num_micro_batches;
+      const TrainingRun plain = train(num_ranks, config, 1);
+      config.replicas = 2;
+      const TrainingRun expected = train(num_ranks, config, 10);
+      config.overlap.is_on = true;
+      for (const bool delays : {false, true}) {
+        SCOPED_TRACE(
+            testing::Message() << num_ranks << " ranks, " << num_micro_batches << " parts, delayed "
+                               << delays
+        );
+        config.overlap.delays_weight_gradients = delays;
+        for (int run = 0; run < 2; ++run) {
+          const TrainingRun overlapped = train(num_ranks, config, 10);
+          EXPECT_EQ(overlapped.reports[0].loss, plain.reports[0].loss);
+          EXPECT_EQ(overlapped.fingerprint, expected.fingerprint);
+          for (size_t i = 0; i < expected.reports.size(); ++i) {
+            EXPECT_EQ(overlapped.reports[i].loss, expected.reports[i].loss) << "step " << i;
+            EXPECT_EQ(overlapped.reports[i].busiest, expected.reports[i].busiest) << "step " << i;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(ReplicasTest, CheckpointsHaveNone) {
   const std::string path = testing::TempDir() + "/replicas_test.ckpt";
   TrainConfig config = small_config();
@@ -61,9 +90,7 @@ TEST(ReplicasTest, RefusesWhatItCannotDo) {
   TrainConfig config = small_config();
   config.replicas = 17;
   EXPECT_THROW(train(1, config, 0), Error);
-  config.replicas = 1;
-  config.num_micro_batches = 2;
-  config.overlap.is_on = true;
+  config.replicas = -1;
   EXPECT_THROW(train(1, config, 0), Error);
 }
 
