@@ -319,29 +319,35 @@ def _wire_dtypes(c: Settings, backend: str | None) -> None:
 
 
 def _ncclep(c: Settings) -> None:
-    has_fuser = c.use_transformer_engine_op_fuser
-    has_budget = c.moe_expert_rank_capacity_factor is not None
-    has_capacity = c.moe_expert_capacity_factor is not None or c.moe_pad_expert_input_to_capacity
     _refuse(
         c.moe_token_dispatcher_type != "flex",
         "ncclep: needs moe_token_dispatcher_type = 'flex'",
     )
     _refuse(
-        c.moe_use_grouped_tensor and not has_fuser,
+        c.moe_use_grouped_tensor and not c.use_transformer_engine_op_fuser,
         "ncclep: moe_use_grouped_tensor needs use_transformer_engine_op_fuser",
     )
+    check_ncclep(c)
+
+
+def check_ncclep(c: Settings) -> bool:
+    """Whether "ncclep" has a row budget. Raises ValueError for capacities, for a zero copy without
+    a budget, and for one whose experts would take unused rows for tokens."""
+    has_budget = c.moe_expert_rank_capacity_factor is not None and c.moe_ncclep_static_shape
+    has_capacity = c.moe_expert_capacity_factor is not None or c.moe_pad_expert_input_to_capacity
     _refuse(has_capacity, "ncclep: a capacity factor and drop-and-pad are not supported")
     _refuse(
         c.moe_ncclep_zero_copy and not has_budget,
-        "moe_ncclep_zero_copy: needs moe_expert_rank_capacity_factor",
+        "moe_ncclep_zero_copy: needs moe_expert_rank_capacity_factor, and moe_ncclep_static_shape",
     )
     _refuse(
         has_budget
-        and not (has_fuser and c.moe_grouped_gemm)
+        and not (c.use_transformer_engine_op_fuser and c.moe_grouped_gemm)
         and not c.moe_experts_ignore_unused_rows,
         "ncclep: moe_expert_rank_capacity_factor needs use_transformer_engine_op_fuser "
         "and moe_grouped_gemm",
     )
+    return has_budget
 
 
 def has_own_exchange(c: Settings) -> bool:

@@ -2,6 +2,7 @@
 """The flex backend under the name of NCCL EP: top-k choices travel, rows arrive by expert, padded.
 flex.py makes it."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from . import manager
 from .by_expert import ByExpertManager
+from .config import check_ncclep
 from .manager import as_float32, chosen_experts
 
 _TOKEN_ALIGNMENT = 64  # of the number of tokens that budgets count with
@@ -35,18 +37,20 @@ class _NCCLEPManager(ByExpertManager):
     ) -> None:
         """router_topk and num_experts count every TP rank.
 
-        Raises ImportError without a dispatch function, ValueError for a capacity factor,
-        drop-and-pad, and for anything but bf16 on the wire.
+        Raises ImportError without a dispatch function, ValueError for what `check_ncclep` refuses,
+        for a row budget whose experts in FP8 or FP4 cannot run here, and for anything but bf16 on
+        the wire.
         """
         if self._functions()[0] is None:
             raise ImportError("NCCL EP is not installed. (weft.fused_a2a has no nccl_ep_dispatch)")
         c = self._take(group, num_local_experts, router_topk, num_experts, config)
-        if c.moe_expert_capacity_factor is not None or c.moe_pad_expert_input_to_capacity:
-            raise ValueError("ncclep: a capacity factor and drop-and-pad are not supported")
+        has_budget = check_ncclep(c)
+        if has_budget and (c.fp8 or c.fp4) and not c.moe_experts_ignore_unused_rows:
+            _check_low_precision_experts()
         for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
             if getattr(c, name) != "bf16":
                 raise ValueError(f"{name}: Weft does not quantise rows (expected 'bf16')")
-        if not c.moe_ncclep_static_shape:
+        if not has_budget:
             self.moe_expert_rank_capacity_factor = None
         self.num_sms = c.moe_flex_dispatcher_num_sms or 0
         self.token_indices: Tensor | None = None
@@ -107,6 +111,16 @@ class _NCCLEPManager(ByExpertManager):
         self.handle = None
         self.dispatched_probs = self.dispatched_probs.detach()
         return tokens
+
+
+def _check_low_precision_experts() -> None:
+    """Raises ValueError where Transformer Engine's grouped experts in FP8 or FP4 do not run that
+    ignore unused rows."""
+    text = "ncclep: moe_expert_rank_capacity_factor with fp8 or fp4 needs"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 10:
+        raise ValueError(f"{text} a GPU of compute capability 10 or more")
+    if int(os.environ.get("NVTE_CUTEDSL_FUSED_GROUPED_MLP") or 0) < 1:
+        raise ValueError(f"{text} NVTE_CUTEDSL_FUSED_GROUPED_MLP=1 in the environment")
 
 
 def nccl_ep_release_context() -> None:

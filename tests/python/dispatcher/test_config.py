@@ -27,6 +27,7 @@ GEMM = {"moe_grouped_gemm": True}
         {**HYBRID, "moe_use_grouped_tensor": True, "moe_expert_rank_capacity_factor": 1.5},
         {**HYBRID, "moe_experts_ignore_unused_rows": True, "moe_expert_rank_capacity_factor": 1.5},
         {**NCCL, **FUSER, **GEMM, "moe_dispatch_fwd_dtype": "mxfp8"},
+        {**NCCL, "moe_expert_rank_capacity_factor": 1.0, "moe_ncclep_static_shape": False},
         {**FLEX, "moe_flex_dispatcher_backend": "uccl_ep"},
         {**FLEX, "moe_router_padding_for_quantization": True, "fp8": "hybrid"},
         {"moe_expert_capacity_factor": 1.0, "moe_router_load_balancing_type": ["aux_loss", "none"]},

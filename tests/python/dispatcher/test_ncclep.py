@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend of NCCL EP: what "hybridep" gives, bit for bit, and the dense layer."""
 
+from contextlib import nullcontext
+
 import dispatcher_cases as cases
 import pytest
 import torch
@@ -13,6 +15,12 @@ E, H, K = 8, 16, 2
 
 def settings_of(**settings):
     return DispatcherConfig(num_moe_experts=E, moe_router_topk=K, **settings)
+
+
+def budget_of(factor, **settings):
+    """For experts of any kind: those of these tests leave out unused rows."""
+    given = {"moe_expert_rank_capacity_factor": factor, "moe_experts_ignore_unused_rows": True}
+    return settings_of(**given, **settings)
 
 
 def _dense(rank, num_ranks, group, tp, ep, settings):
@@ -46,7 +54,7 @@ def _budget(rank, num_ranks, group):
     """A fixed number of rows: the flag, what would have been needed, growth."""
     with cases.groups(1, 2) as g:
         # 12 tokens count as 64, so 64 * 2 * 0.25 = 32 rows.
-        made = cases.dispatcher("ncclep", g, settings_of(moe_expert_rank_capacity_factor=0.25))
+        made = cases.dispatcher("ncclep", g, budget_of(0.25))
         probs = torch.full((12, E), 1 / K)
         even = torch.zeros(12, E, dtype=torch.bool)
         even[:, [0, 4]] = True  # 24 rows arrive at each rank
@@ -82,9 +90,7 @@ def test_budgets_tell_what_they_lacked(ranks):
 def _uneven(rank, num_ranks, group, told):
     num_tokens = (70, 0)[rank]
     with cases.groups(1, 2) as g:
-        made = cases.dispatcher(
-            "ncclep", g, settings_of(moe_expert_rank_capacity_factor=1.0, **told)
-        )
+        made = cases.dispatcher("ncclep", g, budget_of(1.0, **told))
         case = cases.routing(rank, num_tokens, H, E, K)
         probs = torch.full((num_tokens, E), 1 / K)
         out, _ = cases.run(made, case.x, case.routing_map, probs, cases.weigh)
@@ -92,6 +98,8 @@ def _uneven(rank, num_ranks, group, told):
         torch.testing.assert_close(out, case.x)
 
 
+BUDGET = {"moe_expert_rank_capacity_factor": 1.0}
+FUSED = {**BUDGET, "use_transformer_engine_op_fuser": True, "moe_grouped_gemm": True}
 TOLD = [{"moe_max_tokens_per_rank": 70}, {"moe_hybridep_pad_uneven_dispatch_inputs": True}]
 
 
@@ -107,11 +115,36 @@ def test_uneven_tokens_share_the_largest_size(ranks, told):
         ({"moe_pad_expert_input_to_capacity": True}, "not supported"),
         ({"moe_dispatch_fwd_dtype": "mxfp8"}, "moe_dispatch_fwd_dtype: Weft does not quantise"),
         ({"moe_combine_bwd_dtype": "mxfp8"}, "moe_combine_bwd_dtype: Weft does not quantise"),
+        ({"moe_ncclep_zero_copy": True}, "zero_copy: needs moe_expert_rank_capacity_factor"),
+        ({**FUSED, "moe_ncclep_static_shape": False, "moe_ncclep_zero_copy": True}, "static_shape"),
+        (BUDGET, "op_fuser and moe_grouped_gemm"),
+        ({**FUSED, "moe_grouped_gemm": False}, "op_fuser and moe_grouped_gemm"),
+        ({**FUSED, "use_transformer_engine_op_fuser": False}, "op_fuser and moe_grouped_gemm"),
     ],
 )
 def test_what_it_refuses(settings, text):
     with pytest.raises(ValueError, match=text):
         _NCCLEPManager(None, 4, K, E, settings_of(**settings))
+
+
+@pytest.mark.parametrize("kind", [{"fp8": "e4m3", "fp8_recipe": "mxfp8"}, {"fp4": "e2m1"}])
+def test_budgets_of_low_precision_need_experts_that_run_here(monkeypatch, kind):
+    def make(is_refused, capability=None, switch=None, **settings):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+        monkeypatch.setenv("NVTE_CUTEDSL_FUSED_GROUPED_MLP", switch or "")
+        wanted = pytest.raises(ValueError, match=is_refused) if is_refused else nullcontext()
+        with wanted:
+            _NCCLEPManager(None, 4, K, E, settings_of(**{**FUSED, **kind, **settings}))
+
+    make("compute capability 10")
+    make("compute capability 10", 9, "1")
+    make("NVTE_CUTEDSL_FUSED_GROUPED_MLP=1", 10)
+    make("NVTE_CUTEDSL_FUSED_GROUPED_MLP=1", 10, "0")
+    make(None, 10, "1")
+    make(None, moe_experts_ignore_unused_rows=True)
+    make(None, moe_ncclep_static_shape=False)  # no budget, whatever the factor
+    make(None, moe_expert_rank_capacity_factor=None)
 
 
 def test_a_missing_function_is_named(monkeypatch):
