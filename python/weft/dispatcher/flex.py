@@ -125,10 +125,25 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             setattr(MoEFlexTokenDispatcher, shared_name, shared)
         return shared
 
-    def _initialize_metadata(self, per_expert: Tensor) -> Tensor:
-        """[T, E] -> [T, ranks of TP x EP, El]: every TP rank of an expert gets its entry."""
-        spread = per_expert.unflatten(1, (self.ep_size, 1, self.num_local_experts))
-        return spread.expand(-1, -1, self.tp_size, -1).flatten(1, 2)
+    def _initialize_metadata(
+        self,
+        routing_map: Tensor | int | None = None,
+        probs: Tensor | None = None,
+        *,
+        num_local_tokens: int | None = None,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """routing_map, probs [T, E] -> both as [T, ranks of TP x EP, El]: every TP rank of an
+        expert gets its entry. With NeMo Automodel's num_local_tokens in place of the map, probs
+        alone."""
+        del num_local_tokens  # the probabilities say it
+
+        def spread(per_expert: Tensor) -> Tensor:
+            each = per_expert.reshape(-1, self.ep_size, 1, self.num_local_experts)
+            return each.expand(-1, -1, self.tp_size, -1).flatten(1, 2)
+
+        if not isinstance(routing_map, Tensor):
+            return spread(probs)
+        return spread(routing_map), spread(probs)
 
     def dispatch_preprocess(
         self,
@@ -149,9 +164,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         if not isinstance(routing_map, Tensor):
             probs = probs.reshape(-1, self.num_experts)
             routing_map = probs != 0
-        self._comm_manager.setup_metadata(
-            self._initialize_metadata(routing_map), self._initialize_metadata(probs)
-        )
+        self._comm_manager.setup_metadata(*self._initialize_metadata(routing_map, probs))
         return tokens, self._comm_manager.token_probs
 
     def token_dispatch(

@@ -300,6 +300,26 @@ def test_construction(ranks, functions):
     ranks(_construction, 2, functions)
 
 
+def _metadata(rank, num_ranks, group, functions):
+    """By the arguments and results of Megatron-LM and of NeMo Automodel."""
+    standins.use(functions)
+    with cases.groups(2, 2) as g:
+        made = cases.dispatcher("deepep", g, DispatcherConfig(num_moe_experts=4))
+        case = cases.routing(5, 3, 16, 4, 2)
+        routing_map, probs = made._initialize_metadata(case.routing_map, case.probs)
+        for spread, given in ((routing_map, case.routing_map), (probs, case.probs)):
+            assert spread.shape == (3, 4, 2) and spread.dtype == given.dtype
+            assert spread.is_contiguous()
+            for r in range(4):  # ranks of an expert's TP group follow each other
+                assert torch.equal(spread[:, r], given[:, r // 2 * 2 : r // 2 * 2 + 2])
+        assert torch.equal(made._initialize_metadata(num_local_tokens=3, probs=case.probs), probs)
+        assert torch.equal(made._initialize_metadata(3, case.probs), probs)
+
+
+def test_metadata_of_all_tp_ranks(ranks, functions):
+    ranks(_metadata, 4, functions)
+
+
 def _fused(rank, num_ranks, group, functions):
     standins.use(functions)
     with cases.groups(1, 2) as g:
