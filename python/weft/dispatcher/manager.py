@@ -121,18 +121,15 @@ def chosen_experts(
 def indices_to_multihot(indices: Tensor, probs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """indices int [N, K], probs [N, K] -> map bool [N, E], probs [N, E] in the dtype of `probs`.
 
-    -1 is no choice: it sets nothing, and its probability gets gradient 0. An expert that a token
-    names twice gets the sum. Differentiable in `probs`; no wait for a GPU.
+    A negative index is no choice: it sets nothing, and its probability gets gradient 0. An expert
+    that a token names twice gets the sum. Differentiable in `probs`; no wait for a GPU.
+    Raises RuntimeError for an index of num_experts or more; on a GPU an assertion fails then.
     """
-    num_rows = indices.shape[0]
-    # -1 goes to a column of its own that is cut off.
-    column = indices.long()
-    column = column.masked_fill(column < 0, num_experts)
-    routing_map = torch.zeros(
-        (num_rows, num_experts + 1), dtype=torch.bool, device=indices.device
-    ).scatter(1, column, True)
-    spread = probs.new_zeros((num_rows, num_experts + 1)).scatter_add(1, column, probs)
-    return routing_map[:, :num_experts].contiguous(), spread[:, :num_experts].contiguous()
+    is_choice = indices >= 0
+    column = indices.long().masked_fill(~is_choice, 0)  # where a choice that is none adds 0
+    empty = probs.new_zeros((indices.shape[0], num_experts))
+    counts = empty.int().scatter_add(1, column, is_choice.int())
+    return counts > 0, empty.scatter_add(1, column, probs.masked_fill(~is_choice, 0))
 
 
 # The name that Megatron-LM and NeMo Automodel use.

@@ -106,6 +106,17 @@ def test_choices_become_flags(num_tokens, num_choices, num_experts, dtype):
             assert probs.grad[t, k] == (grad[t, e] if e >= 0 else 0)
 
 
+@pytest.mark.parametrize("index", [4, 5])
+def test_an_expert_that_there_is_not_is_told(index):
+    """The one behind the last like any other; what -1 stands beside cannot reach a flag."""
+    with pytest.raises(RuntimeError, match=f"index {index} is out of bounds"):
+        indices_to_multihot(torch.tensor([[0, index]]), torch.ones(1, 2), 4)
+    wrong = torch.tensor([[0.5, float("nan")]])
+    routing_map, spread = indices_to_multihot(torch.tensor([[3, -1]]), wrong, 4)
+    assert routing_map.tolist() == [[False, False, False, True]]
+    assert spread.tolist() == [[0, 0, 0, 0.5]]
+
+
 def test_the_fused_name_is_the_same_function():
     assert fused_indices_to_multihot is indices_to_multihot
 
