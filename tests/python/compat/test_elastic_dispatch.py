@@ -7,6 +7,7 @@ from elastic_oracle import Case
 from hybrid_ep_oracle import same_bits
 
 import weft
+from weft.compat.deep_ep import EPBuffer
 from weft.compat.deep_ep.elastic import ElasticBuffer, EPHandle
 from weft.compat.deep_ep.utils import EventHandle, EventOverlap
 
@@ -287,6 +288,40 @@ def refusals(rank, num_ranks, group):
     )
     event.current_stream_wait()
     assert same_bits(again, rows)
+
+
+def different_most(rank, num_ranks, group, kind):
+    """Of numbers of which some rank has not heard all ranks hear; and too many tokens."""
+    x, idx = torch.ones(3, 16), torch.tensor([[0], [1], [3]])
+    buffer = kind(group, num_max_tokens_per_rank=8, hidden=16)
+
+    def refuses(match, most, there=AssertionError):
+        with pytest.raises(weft.InvalidArgument, match=match) as found:
+            buffer.dispatch(x, idx, num_experts=4, num_max_tokens_per_rank=most)
+        assert there is None or isinstance(found.value, there)
+
+    def wants(most):
+        _, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4, num_max_tokens_per_rank=most)
+        assert handle.num_max_tokens_per_rank == (8 if most is None else most)
+
+    most = (8, 4)
+    text = f"num_max_tokens_per_rank = {most[rank]} here and {most[1 - rank]} on rank {1 - rank}"
+    refuses(f"dispatch: {text} \\(must be equal on all ranks\\)", most[rank])
+    wants(None)
+    refuses("must be equal on all ranks", (None, 4)[rank], there=None)
+    wants(4)
+    wants(9000)  # needs more memory
+    refuses("num_max_tokens_per_rank = ", 9001 + rank)
+    if rank == 0:
+        refuses("x has 3 tokens \\(at most num_max_tokens_per_rank = 2\\)", 2)
+    else:
+        refuses("rank 0 refused the call: dispatch: x has 3 tokens", 5, there=None)
+    wants(3)
+
+
+@pytest.mark.parametrize("kind", [ElasticBuffer, EPBuffer])
+def test_ranks_have_the_same_largest_number(ranks, kind):
+    ranks(different_most, 2, kind)
 
 
 def test_what_is_refused(ranks):

@@ -28,7 +28,7 @@ from weft.errors import BadCall
 from weft.run.calls import count
 from weft.streams import CommStream
 
-from .checks import MAX_TOPK
+from .checks import MAX_TOPK, check
 from .layout import Hosts
 
 TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are used to
@@ -56,6 +56,7 @@ class ExchangePool:
         self._on_loss = on_loss
         self._timeout = timeout
         self._exchanges: dict[Key, Exchange] = {}
+        self._agreed: set[int] = set()  # most tokens that all ranks were asked about
         self._lock = threading.Lock()  # forward and backward run on different threads
 
     def get(
@@ -65,17 +66,21 @@ class ExchangePool:
         max_topk: int | Callable[[], int],
         verb: str,
         options: dict[str, Any],
+        most: int | None = None,
     ) -> Exchange:
         """Collective when it makes one: at the first call for a key, or when one is too small. Any
         rank that refuses the call that it is for, or makes it on the exchange that was used last,
         makes all raise then. verb, options: of that call, as for `Exchange.refuse`.
+
+        most: the caller's num_max_tokens_per_rank. Collective at the first call with it, too, but
+        inside of a capture; BadCall on all ranks where they have different ones.
 
         max_tokens and a number for max_topk are the same on all ranks. A function for max_topk
         may return another number on each rank; it is asked at the first call only, and an
         exchange grows by itself later.
         """
         old = self._exchanges.get(key)  # mostly one that is enough: that needs no lock
-        if old is not None and old.max_tokens >= max_tokens:
+        if old is not None and old.max_tokens >= max_tokens and self._is_agreed(most, key):
             if callable(max_topk) or old.max_topk >= max_topk:
                 return old
         hidden, num_experts, device = key
@@ -84,10 +89,15 @@ class ExchangePool:
             if old is not None and callable(max_topk):
                 max_topk = old.max_topk
             is_enough = old is not None and old.max_tokens >= max_tokens
-            if is_enough and old.max_topk >= min(max_topk, MAX_TOPK):
+            is_enough = is_enough and old.max_topk >= min(max_topk, MAX_TOPK)
+            if is_enough and self._is_agreed(most, key):
                 return old
             if self.last is not None:
                 self.last.announce(verb, hidden, num_experts, **options)
+            if most is not None:
+                self._agree(most)
+            if is_enough:
+                return old
             if old is not None and self.can_lose(device):
                 old.grow(max_tokens, min(max_topk, MAX_TOPK))
                 return old
@@ -115,6 +125,24 @@ class ExchangePool:
             )
             self._exchanges[key] = new
             return new
+
+    def _is_agreed(self, most: int | None, key: Key) -> bool:
+        """Or nobody can be asked: nothing but the GPU's work goes on inside a capture."""
+        if most is None or most in self._agreed:
+            return True
+        return key[2].type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _agree(self, most: int) -> None:
+        """Collective. BadCall on all ranks unless all have the same."""
+        if self.last is None:  # a rank that refuses the call is heard here
+            self.group.agreed("exchange", lambda: None)
+        for rank, (theirs,) in enumerate(self.group.gather_numbers(most)):
+            check(
+                theirs == most,
+                f"num_max_tokens_per_rank = {most} here and {theirs} on rank {rank} "
+                "(must be equal on all ranks)",
+            )
+        self._agreed.add(most)
 
     def can_lose(self, device: torch.device) -> bool:
         """Whether exchanges there go on without lost ranks."""
@@ -216,10 +244,12 @@ class Call:
             self._verb, self._begun = then, _core.num_told()
         return plan
 
-    def plans(self, key: Key, max_tokens: int, max_topk: int, **options: Any) -> Exchange:
+    def plans(
+        self, key: Key, max_tokens: int, max_topk: int, most: int | None = None, **options: Any
+    ) -> Exchange:
         """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
         verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
-        self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options)
+        self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options, most)
         self._pool.planned = self.exchange
         self._verb, self._begun, self.options = verb, _core.num_told(), options
         return self.exchange

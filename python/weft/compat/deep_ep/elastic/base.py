@@ -229,6 +229,7 @@ class BufferBase:
             (payload.hidden, num_experts, payload.device),
             max(most, 1) * self._places_per_token(topk_idx.size(1), do_expand),
             topk_idx.size(1),
+            most,
             layout="expert_major" if do_expand else "rank_major",
             pad_multiple=alignment if do_expand else 1,
             row_budget=rows,
