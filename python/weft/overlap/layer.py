@@ -108,14 +108,19 @@ class TransformerLayer(nn.Module):
         return self._finish(x + self._run("mlp", self.mlp, y))
 
     def slot(self, node: str) -> list[nn.Module]:
-        """The modules that run in "pre_dispatch" or "mlp"."""
+        """The modules whose weight gradients come with those of "pre_dispatch" or "mlp".
+
+        A subclass's own modules come with "pre_dispatch", whose turn is after all backwards of the
+        layer: mtp_post_process has no turn of its own. What that uses of other owners, such as an
+        output layer, is added here by the subclass.
+        """
+        experts = [self.moe.experts] if self.is_moe else [self.pre_mlp_norm, self.mlp]
         if node == "mlp":
-            return [self.moe.experts] if self.is_moe else [self.pre_mlp_norm, self.mlp]
-        if not self.is_moe:
-            return [self.attention]
-        routers = [part for name, part in self.moe.named_children() if name != "experts"]
-        shared = [] if self.shared_experts is None else [self.shared_experts]
-        return [self.attention, self.pre_mlp_norm, *shared, *routers]
+            return experts
+        routers = list(self.moe.children()) if self.is_moe else []
+        elsewhere = [*experts, self.moe]
+        parts = [*self.children(), *routers]
+        return [part for part in parts if not any(part is other for other in elsewhere)]
 
     def _finish(self, x: Tensor) -> Tensor:
         return x if self.final_norm is None else self.final_norm(x)

@@ -109,7 +109,8 @@ class TransformerLayerSchedulePlan:
 
     layer: a `TransformerLayer`, or whatever has its methods. A dense layer exchanges nothing: its
     moe_dispatch and moe_combine do nothing. A layer that predicts several tokens has a method
-    mtp_post_process(x) -> tensor; for others that node does nothing.
+    mtp_post_process(x) -> tensor; for others that node does nothing. Weight gradients that it
+    leaves come with those of pre_dispatch_computation.
     """
 
     NODES = tuple(_core.NODE_LANES)[1:-1]  # without pre_process and post_process

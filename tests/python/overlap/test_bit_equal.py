@@ -5,6 +5,8 @@ import overlap_cases as cases
 import pytest
 import torch
 
+from weft.overlap import DelayedLinear, TransformerLayer
+
 DISPATCHERS = ["alltoall", "hybridep", "deepep", "deepepv2", "ncclep"]
 
 
@@ -48,6 +50,40 @@ def _delay_changes_nothing(rank, num_ranks, group):
 
 def test_delay_changes_nothing(ranks):
     ranks(_delay_changes_nothing, 2)
+
+
+class _SeveralTokens(TransformerLayer):
+    """After its output a linear layer of its own, and one that the model's output layer has."""
+
+    def mtp_post_process(self, x):
+        return x + self.lent[0](self.predict(x))
+
+    def forward(self, x, mask=None):
+        return self.mtp_post_process(super().forward(x, mask))
+
+    def slot(self, node):
+        return super().slot(node) + (self.lent if node == "pre_dispatch" else [])
+
+
+def _delayed_after_the_layer(rank, num_ranks, group, kinds):
+    def made():
+        model = cases.model(group, kinds, delay=True, shared="m" in kinds)
+        layer = model.layers[-1]
+        layer.__class__ = _SeveralTokens
+        layer.predict = DelayedLinear(cases.H, cases.H, delay_wgrad_compute=True)
+        model.output_layer.extra = DelayedLinear(cases.H, cases.H, delay_wgrad_compute=True)
+        layer.lent = [model.output_layer.extra]
+        return model
+
+    expected = cases.train(made(), cases.plain, rank, 3)
+    for way in (cases.overlapped, cases.sequential):
+        cases.assert_same_bits(cases.train(made(), way, rank, 3), expected)
+
+
+@pytest.mark.parametrize("kinds", ["m", "dm", "md"])
+def test_delayed_weight_gradients_after_a_layer(ranks, kinds):
+    """Those of mtp_post_process, which has no turn for them."""
+    ranks(_delayed_after_the_layer, 2, kinds)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "hybridep"])
