@@ -7,7 +7,7 @@ from ep_oracle import Case, Combine, of_two_sizes
 from hybrid_ep_oracle import gather, same_bits
 
 from domain_cases import NUM_RANKS, two_domains
-from weft.compat.deep_ep import EPBuffer, EPHandle, EventOverlap
+from weft.compat.deep_ep import ElasticBuffer, EPBuffer, EPHandle, EventOverlap
 
 ALIGNMENT = 4
 
@@ -194,3 +194,25 @@ def deferred(rank, num_ranks, group, do_expand):
 @pytest.mark.parametrize("do_expand", [True, False])
 def test_epilogues_that_are_deferred(ranks, do_expand):
     ranks(deferred, 3, do_expand)
+
+
+def an_expert_twice(rank, num_ranks, group, kind, do_expand, multiple):
+    """Each choice counts; without do_expand a token is one row on a rank all the same."""
+    sizes = {"num_max_tokens_per_rank": 4, "hidden": 16}
+    buffer = kind(group, allow_multiple_reduction=multiple, **sizes)
+    x = torch.arange(48.0).bfloat16().view(3, 16)
+    idx = torch.tensor([[0, 0], [1, 2], [3, 3]])
+    weights = torch.arange(6.0).view(3, 2)
+    rows, _, row_weights, handle, _ = buffer.dispatch(
+        x, idx, weights, num_experts=4, do_expand=do_expand
+    )
+    out, back, _ = buffer.combine(rows, handle, topk_weights=row_weights)
+    times = torch.tensor([2, 2, 2] if do_expand else [1, 2, 1]).unsqueeze(1)
+    assert torch.equal(out, x * times) and torch.equal(back, weights)
+
+
+@pytest.mark.parametrize("kind", [ElasticBuffer, EPBuffer])
+@pytest.mark.parametrize("multiple", [True, False])
+@pytest.mark.parametrize("do_expand", [True, False])
+def test_an_expert_may_be_named_twice(ranks, kind, do_expand, multiple):
+    ranks(an_expert_twice, 2, kind, do_expand, multiple)

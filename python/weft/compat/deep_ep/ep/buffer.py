@@ -242,8 +242,8 @@ class EPBuffer(ExpertCopies, BufferBase):
         """Collective. Tokens to their experts.
 
         x [T, H] bf16, fp16 or fp32, or (FP8 [T, H], scaling factors [T, S] of any strides).
-        topk_idx int64 or int32 [T, K], -1 = no expert, no expert twice in a row; it must not be
-        written to while the handle is in use. topk_weights fp32 [T, K] or None; num_experts. T may
+        topk_idx int64 or int32 [T, K], -1 = no expert; it must not be written to while the handle
+        is in use. topk_weights fp32 [T, K] or None; num_experts. T may
         differ between ranks and be 0, up to num_max_tokens_per_rank, which does not.
         Or the handle of an earlier call, whose choices are used again, with or without weights;
         do_expand as there.
