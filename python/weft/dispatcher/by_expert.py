@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.errors import BadCall
+
 from .capacity import get_align_size_for_quantization
 from .config import Settings, option
 from .manager import _DispatchManager
@@ -66,10 +68,11 @@ class ByExpertManager(_DispatchManager):
     def grow_recv_capacity(self, num_rows: int) -> None:
         """Row budgets are at least `num_rows` from now on.
 
-        Raises ValueError unless that is more than the last such number.
+        Raises BadCall (also an AssertionError and a ValueError) unless that is more than the last
+        such number.
         """
         if num_rows <= self._grown_budget:
-            raise ValueError(
+            raise BadCall(
                 f"grow: {num_rows} rows are no growth (expected more than {self._grown_budget})"
             )
         self._grown_budget = num_rows

@@ -79,12 +79,38 @@ def _budget(rank, num_ranks, group):
         out, _ = cases.run(made, x, skewed, probs, cases.weigh)
         assert not made.check_over_budget()
         torch.testing.assert_close(out, x)
-        with pytest.raises(ValueError, match="no growth"):
-            made.grow_ep_recv_capacity(48)
+        for kind in (AssertionError, ValueError):
+            with pytest.raises(kind, match="no growth"):
+                made.grow_ep_recv_capacity(48)
 
 
 def test_budgets_tell_what_they_lacked(ranks):
     ranks(_budget, 2)
+
+
+def _replayed(rank, num_ranks, group, backend):
+    """A step whose budget ran out, once more without one, as Megatron-LM's paged stash does."""
+    with cases.groups(1, 2) as g:
+        made = cases.dispatcher(backend, g, budget_of(0.25))
+        skewed = torch.zeros(64, E, dtype=torch.bool)
+        skewed[:, [0, 1]] = True  # all rows arrive at rank 0, at which half of a half fits
+        given = (torch.randn(64, H), skewed, torch.full((64, E), 1 / K), cases.weigh)
+        for _ in range(2):
+            cut, _ = cases.run(made, *given)
+            assert bool(made.check_over_budget()) == (rank == 0)
+            made._comm_manager.moe_expert_rank_capacity_factor = None
+            made.reset_over_budget()
+            whole, _ = cases.run(made, *given)
+            assert not made.check_over_budget()
+            torch.testing.assert_close(whole, given[0])
+            assert not torch.equal(cut, whole)
+            factor = made.config.moe_expert_rank_capacity_factor
+            made._comm_manager.moe_expert_rank_capacity_factor = factor
+
+
+@pytest.mark.parametrize("backend", ["hybridep", "ncclep"])
+def test_a_step_may_be_replayed_without_a_budget(ranks, backend):
+    ranks(_replayed, 2, backend)
 
 
 def _uneven(rank, num_ranks, group, told):
