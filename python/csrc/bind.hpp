@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <nanobind/nanobind.h>
 
@@ -22,6 +23,11 @@ void bind_balance(nb::module_& m);
 
 // The exception of weft/errors.py that the code of `error` names.
 [[nodiscard]] nb::object exception_of(const Error& error);
+
+// A cudaStream_t, which torch gives as a number.
+inline void* stream_of(uintptr_t number) {
+  return reinterpret_cast<void*>(number);  // NOLINT
+}
 
 // A torch tensor of the bytes of `tensor`; `owner` lives as long as it does.
 [[nodiscard]] nb::object array_of(const Tensor& tensor, std::shared_ptr<const void> owner);

@@ -62,9 +62,6 @@ struct Kinds {
   }
 };
 
-constexpr uint64_t bit(ScalarType type) {
-  return uint64_t{1} << static_cast<int>(type);
-}
 constexpr Kinds kBFloat16 = {bit(ScalarType::kBFloat16), "bfloat16"};
 constexpr Kinds kFloat32 = {bit(ScalarType::kFloat32), "float32"};
 constexpr Kinds kInt32 = {bit(ScalarType::kInt32), "int32"};
@@ -120,6 +117,8 @@ int64_t check_routing(nb::handle topk_idx, nb::handle topk_weights, const Size& 
   return topk;
 }
 
+}  // namespace
+
 void check_experts(int64_t num_experts, int64_t num_ranks) {
   check(num_experts > 0 && num_experts % num_ranks == 0, [&] {
     return "num_experts = " + text_of(num_experts) + " (expected a positive multiple of " +
@@ -127,8 +126,6 @@ void check_experts(int64_t num_experts, int64_t num_ranks) {
   });
 }
 
-// The layout of `get_dispatch_layout` is given back: per_rank, per_host, per_expert,
-// is_token_in_rank. Returns E.
 int64_t check_layout(
     const nb::tuple& layout, int64_t num_tokens, int64_t num_ranks, int64_t num_hosts
 ) {
@@ -143,6 +140,8 @@ int64_t check_layout(
   }
   return num_experts;
 }
+
+namespace {
 
 // What low_latency_dispatch may make of rows: its arguments of these names.
 struct BlockFormats {
@@ -197,6 +196,10 @@ struct BlockFormats {
 };
 
 }  // namespace
+
+int64_t check_routing(nb::handle topk_idx, nb::handle topk_weights, int64_t num_tokens) {
+  return check_routing(topk_idx, topk_weights, Size(num_tokens));
+}
 
 BlockDispatch check_block_dispatch(
     const nb::tuple& tensors, const BlockSizes& sizes, const nb::tuple& formats

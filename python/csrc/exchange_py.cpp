@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // From the tensors and options of weft/exchange.py to plan, dispatch and combine, and back: each is
 // one call, which takes the memory of what it returns and gives up the interpreter's lock.
+#include "exchange_py.hpp"
+
 #include <memory>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -52,11 +54,6 @@ const Names<Wire>& wire_names() {
   return names;
 }
 
-// A cudaStream_t, which torch gives as a number.
-void* stream_of(uintptr_t number) {
-  return reinterpret_cast<void*>(number);  // NOLINT
-}
-
 Plan plan(Calls& calls, const nb::tuple& routing, const Options& options) {
   const RoutingGiven given(routing);
   return calls.begin([&](Exchange& exchange) {
@@ -64,7 +61,8 @@ Plan plan(Calls& calls, const nb::tuple& routing, const Options& options) {
   });
 }
 
-// sent: x, weights, scales; memory for sources, counts, count_sums; then global_scale.
+}  // namespace
+
 nb::tuple dispatch(
     Calls& calls,
     const Plan& plan,
@@ -83,6 +81,8 @@ nb::tuple dispatch(
   });
   return written.take(num_rows);
 }
+
+namespace {
 
 // Whether memory that was taken before the number of rows was known holds them, and wastes little.
 bool is_room_for(const Tensor& rows, int64_t num_rows) {
@@ -140,15 +140,8 @@ std::optional<Written> written_ahead(
   return std::nullopt;
 }
 
-// How a dispatch is made whose plan is still to be made.
-struct Routed {
-  nb::handle pool_of;                 // returns the pool for the rows of this exchange, or is None
-  std::optional<int64_t> given_rows;  // how many, if nobody waits to hear it
-  bool is_one_call;                   // all ranks make both by the call that does
-};
+}  // namespace
 
-// The plan; what the dispatch threw, if the plan was good (what the plan throws is thrown); and
-// what `dispatch` returns, or None if that is still to be called.
 nb::tuple plan_and_dispatch(
     Calls& calls,
     const RoutingGiven& routes,
@@ -202,6 +195,8 @@ nb::tuple plan_and_dispatch(
   );
 }
 
+namespace {
+
 // low_latency_dispatch (weft/compat) where all is as it mostly is: what check_block_dispatch asks,
 // and plan_and_dispatch. None, and nothing has begun, if the exchange has not these sizes, or if
 // the statistics of counts have gaps.
@@ -248,8 +243,8 @@ bool is_open(Calls& calls, const Plan& plan) {
   return calls.locked_here([&](Exchange& exchange) { return exchange.is_open(plan); });
 }
 
-// brought: rows, row_weights, source_weights, source_idx, marks. out: memory for the tokens, or
-// None.
+}  // namespace
+
 nb::tuple combine(
     Calls& calls, const Plan& plan, const nb::tuple& brought, nb::handle out, const Options& options
 ) {
@@ -285,6 +280,8 @@ nb::tuple combine(
   const bool has_weights = row_weights.tensor.is_given();
   return nb::make_tuple(x, has_weights ? tensors.back() : nb::none());
 }
+
+namespace {
 
 // low_latency_combine (weft/compat) where all is as it mostly is: what check_block_combine asks,
 // and combine. None, and nothing has begun, if `out` (the fourth of the tensors) has gaps.
@@ -480,8 +477,8 @@ void bind_exchange(nb::module_& m) {
     const nb::gil_scoped_release no_gil;
     return std::make_shared<Calls>(group, config);
   };
-  nb::class_<Calls>(m, "Exchange", "Moves tokens to their experts and back.")
-      .def(nb::new_(make), arg("group"), arg("config"))
+  nb::class_<Calls> exchange(m, "Exchange", "Moves tokens to their experts and back.");
+  exchange.def(nb::new_(make), arg("group"), arg("config"))
       .def("plan", &plan, arg("routing"), arg("options"))
       .def(
           "dispatch",
@@ -568,6 +565,7 @@ void bind_exchange(nb::module_& m) {
       .def_prop_ro("max_topk", [](const Calls& calls) {
         return calls.exchange().config().max_topk;
       });
+  bind_at_once(exchange);
   m.def(
       "wire_row_bytes",
       [](std::string_view wire, int64_t hidden) {

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 #include <sstream>
 
+#include "exchange_py.hpp"
 #include "torch_tensor.hpp"
 #include "weft/plan.hpp"
 
@@ -30,18 +31,25 @@ Ints of_ranks(const Plan& plan) {
   return counts;
 }
 
-// A copy, int64 [El].
 template <auto kValues>
-nb::object on_host(const Plan& plan) {
-  const std::span<const int64_t> values = (plan.*kValues)();
-  const auto count = static_cast<int64_t>(values.size());
-  NewTensors made{Device{}};
-  const Tensor tensor = made.add(1, count, ScalarType::kInt64, {1, {count}, {1}});
-  std::ranges::copy(values, reinterpret_cast<int64_t*>(tensor.data));
-  return made.take().front();
+nb::object on_host(const Plan& plan, nb::handle made) {
+  return tensor_of((plan.*kValues)(), made);
 }
 
 }  // namespace
+
+nb::object tensor_of(std::span<const int64_t> values, nb::handle made) {
+  const auto count = static_cast<int64_t>(values.size());
+  if (!made.is_none()) {
+    const Given given = read_needed("counts", made);
+    std::ranges::copy(values, reinterpret_cast<int64_t*>(given.tensor.data));
+    return nb::borrow(made);
+  }
+  NewTensors fresh{Device{}};
+  const Tensor tensor = fresh.add(1, count, ScalarType::kInt64, {1, {count}, {1}});
+  std::ranges::copy(values, reinterpret_cast<int64_t*>(tensor.data));
+  return fresh.take().front();
+}
 
 void bind_plan(nb::module_& m) {
   nb::class_<Plan>(m, "Plan", "Everything derived from routing before a byte of payload moves.")
@@ -80,12 +88,15 @@ void bind_plan(nb::module_& m) {
       .def(
           "rows_on_host",
           &on_host<&Plan::rows_per_expert>,
-          "int64 [El] on the CPU: a copy of rows_per_expert."
+          nb::arg("counts").none() = nb::none(),
+          "int64 [El] on the CPU: a copy of rows_per_expert, in `counts` if that is given."
       )
       .def(
           "padded_rows_on_host",
           &on_host<&Plan::padded_rows_per_expert>,
-          "int64 [El] on the CPU: a copy of padded_rows_per_expert."
+          nb::arg("counts").none() = nb::none(),
+          "int64 [El] on the CPU: a copy of padded_rows_per_expert, in `counts` if that is "
+          "given."
       )
       .def_prop_ro("expert_begin", &ints_of<&Plan::expert_begin>)
       .def_prop_ro("received_arrivals", &of_ranks<&Plan::received_arrivals>)

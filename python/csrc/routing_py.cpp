@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a routing by top-k says in other words, for weft/compat: local calls, which make the tensors
 // that they return.
+#include "checks_py.hpp"
 #include "torch_tensor.hpp"
 #include "weft/routing.hpp"
 
 namespace weft::py {
 namespace {
-
-void* stream_of(uintptr_t stream) {
-  return reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gives as a number
-}
 
 // [count] in torch, a row of a matrix in the core.
 Tensor add_vector(NewTensors& made, int64_t count, ScalarType type) {
@@ -44,7 +41,19 @@ nb::tuple count(
   return nb::make_tuple(out[0], has_hosts ? out[3] : nb::none(), out[1], out[2]);
 }
 
-nb::tuple spread(nb::handle topk_idx, nb::handle weights, int64_t num_experts, uintptr_t stream) {
+// get_dispatch_layout of deep_ep.Buffer among the ranks of one host, with what it asks of its
+// arguments.
+nb::tuple layout(nb::handle topk_idx, int num_experts, int64_t num_ranks, uintptr_t stream) {
+  check_routing(topk_idx, nb::none(), size_of(topk_idx, 0));
+  check_experts(num_experts, num_ranks);
+  return count(topk_idx, num_experts, num_ranks, nb::none(), 1, stream);
+}
+
+}  // namespace
+
+nb::tuple spread_routing(
+    nb::handle topk_idx, nb::handle weights, int64_t num_experts, uintptr_t stream
+) {
   const Given idx = read_needed("topk_idx", topk_idx);
   const Given given = read("weights", weights);
   const bool has_weights = !weights.is_none();
@@ -56,13 +65,11 @@ nb::tuple spread(nb::handle topk_idx, nb::handle weights, int64_t num_experts, u
   }
   {
     const nb::gil_scoped_release no_gil;
-    spread_routing(idx.tensor, given.tensor, out, stream_of(stream));
+    weft::spread_routing(idx.tensor, given.tensor, out, stream_of(stream));
   }
   const std::vector<nb::object> tensors = made.take();
   return nb::make_tuple(tensors[0], has_weights ? tensors[1] : nb::none());
 }
-
-}  // namespace
 
 void bind_routing(nb::module_& m) {
   using nb::arg;
@@ -79,8 +86,17 @@ void bind_routing(nb::module_& m) {
       "without host_of_rank int64 [R], per_expert int32 [E], is_token_in_rank bool [T, R]."
   );
   m.def(
+      "dispatch_layout",
+      &layout,
+      arg("topk_idx").none(),
+      arg("num_experts"),
+      arg("num_ranks"),
+      arg("stream"),
+      "Local: count_routing for the ranks of one host, after check_routing and check_experts."
+  );
+  m.def(
       "spread_routing",
-      &spread,
+      &spread_routing,
       arg("topk_idx"),
       arg("weights").none(),
       arg("num_experts"),

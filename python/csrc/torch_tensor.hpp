@@ -21,12 +21,18 @@ enum class ScalarType : int32_t {
   kUint8 = 0,
   kInt32 = 3,
   kInt64 = 4,
+  kFloat16 = 5,
   kFloat32 = 6,
   kBool = 11,
   kBFloat16 = 15,
   kFloat8E5M2 = 23,
   kFloat8E4M3 = 24
 };
+
+// Of the types that suits() takes.
+constexpr uint64_t bit(ScalarType type) {
+  return uint64_t{1} << static_cast<int>(type);
+}
 
 // What the core sees of a tensor: a matrix without gaps, or a vector as one column.
 struct Given {

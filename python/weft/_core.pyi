@@ -99,11 +99,13 @@ class Plan:
     @property
     def padded_rows_per_expert(self) -> list[int]: ...
 
-    def rows_on_host(self) -> Tensor:
-        """int64 [El] on the CPU: a copy of rows_per_expert."""
+    def rows_on_host(self, counts: Tensor | None = None) -> Tensor:
+        """int64 [El] on the CPU: a copy of rows_per_expert, in `counts` if that is given."""
 
-    def padded_rows_on_host(self) -> Tensor:
-        """int64 [El] on the CPU: a copy of padded_rows_per_expert."""
+    def padded_rows_on_host(self, counts: Tensor | None = None) -> Tensor:
+        """
+        int64 [El] on the CPU: a copy of padded_rows_per_expert, in `counts` if that is given.
+        """
 
     @property
     def expert_begin(self) -> list[int]: ...
@@ -329,6 +331,26 @@ class Exchange:
 
     def refuse(self, verb: str, reason: str, options: Options) -> None: ...
 
+    def dispatch_rows(self, tensors: tuple[object, ...], layout: tuple[object, ...] | int, alignment: int, stream: int, num_sms: int, pool_of: Callable[[Exchange], tuple[int, int] | None] | None) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None, list[int] | Tensor, tuple[Tensor | None, ...]] | None:
+        """
+        dispatch of deep_ep.Buffer by top-k: what it asks of x, topk_idx and topk_weights, and of a layout or the number of experts; what plan_and_dispatch returns; the counts of experts; and what `dispatch` has still to send if there is no room yet. None where it is more than this.
+        """
+
+    def dispatch_routes(self, tensors: tuple[object, ...], num_experts: int | None, pad_multiple: int, counts: Tensor | None, stream: int, num_sms: int, pool_of: Callable[[Exchange], tuple[int, int] | None] | None) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None, Tensor, tuple[Tensor | None, ...]] | None:
+        """
+        The same of dispatch_with_permute of deep_ep.HybridEPBuffer; tensors: hidden, topk_idx, topk_weights, routing_map, probs. counts: memory for them, or None.
+        """
+
+    def dispatch_rows_again(self, x: object, plan: Plan, stream: int, num_sms: int, pool: tuple[int, int] | None) -> Tensor | None:
+        """
+        dispatch of deep_ep.Buffer by the plan of a handle: the rows. None where it is more.
+        """
+
+    def combine_rows(self, x: object, weights: object, plan: Plan, stream: int, num_sms: int) -> tuple[Tensor, Tensor | None] | None:
+        """
+        combine of deep_ep.Buffer without a bias, or combine_with_unpermute: the tokens and the weights. None where it is more.
+        """
+
     def check(self) -> None: ...
 
     def release_pooled(self) -> None: ...
@@ -407,6 +429,11 @@ def check_experts(num_experts: int, num_ranks: int) -> None: ...
 def count_routing(topk_idx: Tensor, num_experts: int, num_ranks: int, host_of_rank: Tensor | None, num_hosts: int, stream: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """
     Local: what weft::count_routing writes: per_rank int32 [R], per_host int32 [hosts] or None without host_of_rank int64 [R], per_expert int32 [E], is_token_in_rank bool [T, R].
+    """
+
+def dispatch_layout(topk_idx: object, num_experts: int, num_ranks: int, stream: int) -> tuple[Tensor, None, Tensor, Tensor]:
+    """
+    Local: count_routing for the ranks of one host, after check_routing and check_experts.
     """
 
 def spread_routing(topk_idx: Tensor, weights: Tensor | None, num_experts: int, stream: int) -> tuple[Tensor, Tensor | None]:

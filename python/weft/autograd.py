@@ -62,7 +62,7 @@ def _undo(ctx, call: Callable, grad, grad_weights, shape):  # noqa: ANN001, ANN2
     return call(ctx.plan, grad, grad_weights, **ctx.options)
 
 
-def _has_gradient(first: Any, second: Any) -> bool:
+def has_gradient(first: Any, second: Any) -> bool:
     """Whether autograd must know of the call; telling it costs more than the call itself."""
     is_wanted = getattr(first, "requires_grad", False) or getattr(second, "requires_grad", False)
     return is_wanted and torch.is_grad_enabled()
@@ -104,7 +104,7 @@ def dispatch(
         out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **options)
         return plan, out
 
-    if not _has_gradient(x, weights):
+    if not has_gradient(x, weights):
         return call()[1]
     return Dispatched(*_Dispatch.apply(call, x, weights, options)[1:])
 
@@ -127,7 +127,7 @@ def plan_and_dispatch(
     def call() -> tuple[Plan, Dispatched]:
         return exchange.plan_and_dispatch(topk_idx, x, weights, scales, **choices)
 
-    if not _has_gradient(x, weights):
+    if not has_gradient(x, weights):
         return call()
     options = {key: choices[key] for key in ("num_sms", "copy_engines") if key in choices}
     plan, *out = _Dispatch.apply(call, x, weights, options)
@@ -157,9 +157,9 @@ def combine(
     without routes. weights fp32 [T, K] or [T, E].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
-    if scale == "none" and _has_gradient(rows, row_weights):
+    if scale == "none" and has_gradient(rows, row_weights):
         return Combined(*_Combine.apply(plan, rows, row_weights, wire, options))
-    if scale != "none" and _has_gradient(rows, None):
+    if scale != "none" and has_gradient(rows, None):
         problem = f"combine: scale = '{scale}' has no gradient (multiply the rows by their weights)"
         plan.exchange.refuse("combine", problem, plan)
         raise NotImplementedError(problem)

@@ -90,6 +90,7 @@ class Exchange(ExchangeBegin):
         self.max_topk = max_topk
         self.num_local_experts = num_experts // self.group.num_ranks
         self._on_gpu = self.device.type == "cuda"  # to ask a device is slow
+        self.gpu: int = self.device.index if self._on_gpu else -1  # -1: the CPU
         # Rows pass through hosts from GPU to GPU; source_idx is not to be had then.
         self.is_between_gpu_domains = self._on_gpu and len(self.group.domains) > 1
         self._has_copy_room = copy_engines
@@ -342,6 +343,81 @@ class Exchange(ExchangeBegin):
         if is_later and combined is not None and self.is_open(plan):
             self._open = (plan.core, tensors[1], tensors[2], combined)
         return combined
+
+    def dispatch_at_once(
+        self,
+        verb: str,
+        tensors: tuple[Tensor | None, ...],
+        how: tuple[Any, ...],
+        num_sms: int,
+        stream: int | None = None,
+        routing: Callable[[], tuple[Tensor | None, Tensor | None]] | None = None,
+    ) -> tuple[Plan, tuple[Tensor | None, ...], Any] | None:
+        """Collective. A plan and the dispatch by it, as `verb` of `_core.Exchange` makes them:
+        "dispatch_rows" of x, topk_idx and weights, or "dispatch_routes"; how: what follows its
+        tensors. stream: the current one, if the caller knows it. routing: top-k and map, if not
+        tensors[1].
+        Returns the plan; rows, weights, scales, experts, sources and counts of `Beside`; and the
+        counts of experts. None, and what it raises: see `dispatch_blocks_at_once`."""
+        core = self._core
+        if core is None or ranges.IS_ON or overlap_settings.is_on():
+            return None
+        pool_of = self._pool_of if self._on_gpu else None
+        stream = self._stream() if stream is None else stream
+        given = (tensors, *how, stream, self._sms(num_sms), pool_of)
+        begun = _core.num_begun()
+        try:
+            found = getattr(core, verb)(*given)
+        except InvalidArgument as error:
+            if _core.num_begun() == begun:
+                raise
+            needs = (tensors[1], None) if routing is None else routing()
+            if not self._is_outgrown(core, error, begun, (self.hidden, self.num_experts), *needs):
+                raise
+            core = self.core
+            found = self._called(core, "plan", getattr(core, verb), *given)
+        if found is None:
+            return None
+        made, problem, out, counts, sent = found
+        if problem is not None:
+            raise problem
+        if out is None:
+
+            def options(core: _core.Exchange) -> _core.Options:
+                return self._placed(_core.Options(), core, num_sms, None, is_dispatch=True)
+
+            out = self._dispatched(core, made, sent, verb == "dispatch_rows", options)
+        return Plan(self, made, core), out, counts
+
+    def dispatch_again_at_once(
+        self, plan: Plan, x: Tensor, num_sms: int, stream: int
+    ) -> Tensor | None:
+        """Collective. The rows of a dispatch by `plan` that sends nothing else. None, and what it
+        raises: see `dispatch_blocks_at_once`."""
+        if ranges.IS_ON or overlap_settings.is_on():
+            return None
+        core = plan.calls
+        pool = self._pool_of(core) if self._on_gpu else None
+        return core.dispatch_rows_again(x, plan.core, stream, self._sms(num_sms), pool)
+
+    def combine_rows_at_once(
+        self,
+        plan: Plan,
+        x: Tensor,
+        weights: Tensor | None,
+        num_sms: int,
+        stream: int | None = None,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Collective. `combine` of rows and weights. stream: as for `dispatch_at_once`. None, and
+        what it raises: see `dispatch_blocks_at_once`."""
+        if ranges.IS_ON or overlap_settings.is_on():
+            return None
+        stream = self._stream() if stream is None else stream
+        return plan.calls.combine_rows(x, weights, plan.core, stream, self._sms(num_sms))
+
+    def _sms(self, num_sms: int) -> int:
+        """The multiprocessors of a call beside which nothing computes."""
+        return (num_sms or self._settings["num_sms"]) if self._on_gpu else 0
 
     def _plan_and_dispatch(
         self,

@@ -16,6 +16,7 @@ from weft.exchange_state import ExchangeState
 from weft.group import Group
 from weft.outputs import Beside, OutputPool, Plan
 from weft.placement import core_balance, num_replicas
+from weft.streams import LEGACY
 from weft.tally import Tally
 
 
@@ -25,6 +26,7 @@ class ExchangeBegin(ExchangeState):
     group: Group
     hidden: int
     num_experts: int
+    gpu: int
     is_between_gpu_domains: bool
     _on_gpu: bool
     _has_copy_room: bool
@@ -144,11 +146,10 @@ class ExchangeBegin(ExchangeState):
         return filled(options, placed)
 
     def _stream(self) -> int:
-        """The current stream as a number. torch's default stream is CUDA's legacy one, whose
-        handle is 1: 0 would stand for none."""
+        """The current stream as a number."""
         if not self._on_gpu:
             return 0
-        return torch._C._cuda_getCurrentRawStream(self.device.index) or 1
+        return torch._C._cuda_getCurrentRawStream(self.gpu) or LEGACY
 
     def _planned(
         self,

@@ -26,6 +26,9 @@ from torch import Tensor
 
 from weft.errors import BadCall
 
+# torch's default stream is CUDA's legacy one, whose handle is 1: 0 would stand for none.
+LEGACY = 1
+
 
 class CommStream:
     """The communication stream of one buffer: one for each device it meets, made when needed."""
@@ -80,6 +83,14 @@ class CommStream:
         """Whether the next call can be made on the current stream of the device as that is: the one
         before ran there."""
         return device.type != "cuda" or self._last_raw == _current_raw(device)
+
+    def current(self, gpu: int) -> int | None:
+        """The current stream of a GPU, or of the CPU (-1, with stream 0), as an exchange takes it;
+        None if the next call cannot be made there as that is."""
+        if gpu < 0:
+            return 0
+        raw = torch._C._cuda_getCurrentRawStream(gpu)
+        return raw or LEGACY if self._last_raw == (gpu, raw) else None
 
     @contextlib.contextmanager
     def _aside(

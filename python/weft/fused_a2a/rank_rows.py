@@ -17,10 +17,11 @@ from torch.autograd.function import once_differentiable
 import weft
 from weft import Plan
 from weft import fused_a2a as state
+from weft.autograd import has_gradient
 from weft.compat import environment
 from weft.compat.deep_ep.checks import FLOATS, check_routing, check_tensor
 from weft.compat.deep_ep.layout import routes_of
-from weft.compat.deep_ep.runtime import MIN_TOKENS, MIN_TOPK
+from weft.compat.deep_ep.runtime import MIN_TOKENS, MIN_TOPK, NoGradients
 
 from .buffers import contiguous, get_buffer, get_hidden_bytes, get_uccl_buffer, pool_of, refusing
 from .replay import _dispatch_replay_state as replay
@@ -53,6 +54,62 @@ class Library(NamedTuple):
             "allocate_on_comm_stream": allocate_on_comm_stream,
         }
 
+    # The four ways of rows, without gradients. streams: as for `begin`.
+
+    def dispatch(
+        self,
+        x: Tensor,
+        indices: Tensor,
+        probs: Tensor,
+        num_experts: int,
+        group: Any,
+        streams: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
+        """What `fused_dispatch` returns."""
+        x, indices, probs = contiguous(x), contiguous(indices), contiguous(probs)
+        buffer, how = self.begin(x, group, streams)
+        recorded = replay.take()
+        if recorded is not None:
+            handle, *metadata = recorded
+            rows = waited(buffer.dispatch(x, handle=handle, **how), streams[0])[0]
+            return rows, *(each.detach() for each in metadata), handle
+        if pool_of(buffer) is not None:  # nobody makes a layout for one of Weft's
+            results = buffer.dispatch_by_topk(x, indices, probs, num_experts, **how)
+        else:
+            *layout, event = buffer.get_dispatch_layout(indices, num_experts, **how)
+            how["previous_event"] = event
+            routing = {"topk_idx": indices, "topk_weights": probs, **dict(zip(_LAYOUT, layout))}
+            results = buffer.dispatch(x, **routing, **how)
+        rows, indices, probs, counts, handle = waited(results, streams[0])
+        counts = _on_host(counts)
+        if replay.mode == "record":
+            # Detached: what is handed out becomes a part of the graph, which is not to be kept.
+            replay.record((handle, *(each.detach() for each in (indices, probs, counts))))
+        return rows, indices, probs, counts, handle
+
+    def return_gradients(
+        self, rows: Tensor, probs: Tensor, group: Any, handle: Any, streams: tuple[bool, bool]
+    ) -> list:
+        """Gradients of a dispatch's x and probabilities. These travel even where nobody asked for
+        theirs: all ranks must call alike."""
+        rows, probs = rows.contiguous(), probs.float().contiguous()
+        buffer, how = self.begin(rows, group, streams)
+        return waited(buffer.combine(rows, handle, topk_weights=probs, **how), streams[0])
+
+    def combine(self, x: Tensor, group: Any, handle: Any, streams: tuple[bool, bool]) -> Tensor:
+        """The tokens."""
+        rows = contiguous(x)
+        buffer, how = self.begin(rows, group, streams)
+        return waited(buffer.combine(rows, handle=handle, **how), streams[0])[0]
+
+    def send_gradients(
+        self, x: Tensor, group: Any, handle: Any, streams: tuple[bool, bool]
+    ) -> Tensor:
+        """Those of a combine's rows: the tokens', dispatched as the tokens were."""
+        x = x.contiguous()
+        buffer, how = self.begin(x, group, streams)
+        return waited(buffer.dispatch(x, handle=handle, **how), streams[0])[0]
+
 
 def waited(results: tuple, async_finish: bool) -> list:
     """What a buffer's call returned, less the event, which is waited for."""
@@ -62,23 +119,16 @@ def waited(results: tuple, async_finish: bool) -> list:
     return results
 
 
-def _new_dispatch(
-    buffer: Any, x: Tensor, indices: Tensor, probs: Tensor, num_experts: int, streams: dict
-) -> tuple:
-    """A dispatch whose routing is new. On a buffer of Weft's nobody makes a layout for it; one put
-    in its place has the two calls of `deep_ep`."""
-    if pool_of(buffer) is not None:
-        return buffer.dispatch_by_topk(x, indices, probs, num_experts, **streams)
-    *layout, event = buffer.get_dispatch_layout(indices, num_experts, **streams)
-    streams["previous_event"] = event
-    routing = {"topk_idx": indices, "topk_weights": probs, **dict(zip(_LAYOUT, layout))}
-    return buffer.dispatch(x, **routing, **streams)
+def _on_host(counts: Any) -> Tensor:
+    """int64 on the CPU."""
+    if isinstance(counts, Tensor) and counts.dtype is torch.int64 and counts.is_cpu:
+        return counts
+    return torch.as_tensor(counts, dtype=torch.int64, device="cpu")
 
 
 def dispatched(ctx: Any, rows: Any, indices: Any, probs: Any, counts: Any, handle: Any):
     """What a dispatch hands to autograd."""
-    if not isinstance(counts, Tensor) or counts.dtype is not torch.int64 or not counts.is_cpu:
-        counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
+    counts = _on_host(counts)
     ctx.mark_non_differentiable(indices, counts)
     return rows, indices, probs, counts, handle
 
@@ -183,31 +233,17 @@ def functions_of(library: Library) -> Functions:
             allocate_on_comm_stream=False,
         ):
             ctx.group, ctx.streams = group, (async_finish, allocate_on_comm_stream)
-            x, indices, probs = contiguous(x), contiguous(token_indices), contiguous(token_probs)
-            buffer, streams = library.begin(x, group, ctx.streams)
-            recorded = replay.take()
-            if recorded is not None:
-                ctx.handle, *metadata = recorded
-                results = buffer.dispatch(x, handle=ctx.handle, **streams)
-                rows = waited(results, async_finish)[0]
-                return dispatched(ctx, rows, *(each.detach() for each in metadata), ctx.handle)
-            results = _new_dispatch(buffer, x, indices, probs, num_experts, streams)
-            results = dispatched(ctx, *waited(results, async_finish))
-            _, *metadata, ctx.handle = results
-            if replay.mode == "record":
-                # Detached: what is handed out becomes a part of the graph, which is not to be kept.
-                replay.record((ctx.handle, *(each.detach() for each in metadata)))
+            given = (x, token_indices, token_probs, num_experts, group)
+            results = library.dispatch(*given, ctx.streams)
+            ctx.mark_non_differentiable(results[1], results[3])
+            ctx.handle = results[-1]
             return results
 
         @staticmethod
         @once_differentiable
         def backward(ctx, grad_output, _indices, grad_token_probs, _counts, _handle):
-            # Probabilities travel even where nobody asked for their gradient: all ranks must call
-            # alike.
-            rows, probs = grad_output.contiguous(), grad_token_probs.float().contiguous()
-            buffer, streams = library.begin(rows, ctx.group, ctx.streams)
-            results = buffer.combine(rows, ctx.handle, topk_weights=probs, **streams)
-            x, probs = waited(results, ctx.streams[0])
+            way = (ctx.group, ctx.handle, ctx.streams)
+            x, probs = library.return_gradients(grad_output, grad_token_probs, *way)
             return x, None, probs, None, None, None, None
 
     class FusedCombine(torch.autograd.Function):
@@ -215,20 +251,43 @@ def functions_of(library: Library) -> Functions:
 
         @staticmethod
         def forward(ctx, x, group, handle, async_finish=False, allocate_on_comm_stream=False):
-            ctx.group, ctx.streams = group, (async_finish, allocate_on_comm_stream)
-            ctx.handle, rows = handle, contiguous(x)
-            buffer, streams = library.begin(rows, group, ctx.streams)
-            tokens, _ = waited(buffer.combine(rows, handle=handle, **streams), async_finish)
-            return tokens, None
+            ctx.way = group, handle, (async_finish, allocate_on_comm_stream)
+            return library.combine(x, *ctx.way), None
 
         @staticmethod
         @once_differentiable
         def backward(ctx, grad_output, _grad_event=None):
-            # The tokens' gradients, dispatched as the tokens were.
-            x = grad_output.contiguous()
-            buffer, streams = library.begin(x, ctx.group, ctx.streams)
-            results = buffer.dispatch(x, handle=ctx.handle, **streams)
-            return waited(results, ctx.streams[0])[0], None, None, None, None
+            return library.send_gradients(grad_output, *ctx.way), None, None, None, None
+
+    class Sent(torch.autograd.Function):
+        """What `fused_dispatch` tells autograd: of the rows and their probabilities alone."""
+
+        @staticmethod
+        def forward(ctx, x, probs, routing):
+            indices, num_experts, group, streams = routing
+            rows, indices, probs, counts, handle = library.dispatch(
+                x, indices, probs, num_experts, group, streams
+            )
+            ctx.way = group, handle, streams
+            return rows, probs, (indices, counts, handle)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, grad_rows, grad_probs, _rest):
+            return *library.return_gradients(grad_rows, grad_probs, *ctx.way), None
+
+    class Summed(torch.autograd.Function):
+        """Likewise `fused_combine`."""
+
+        @staticmethod
+        def forward(ctx, x, way):
+            ctx.way = way
+            return library.combine(x, *way)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, grad):
+            return library.send_gradients(grad, *ctx.way), None
 
     def fused_dispatch(
         x: torch.Tensor,
@@ -254,9 +313,14 @@ def functions_of(library: Library) -> Functions:
         results are ready for the current stream either way.
         Raises what the buffer does: weft.InvalidArgument, weft.TimeoutError, weft.PeerError.
         """
-        routing = (token_indices, token_probs, num_experts)
         streams = (async_finish, allocate_on_comm_stream)
-        return FusedDispatch.apply(contiguous(x), *routing, group, *streams)
+        if not has_gradient(x, token_probs):
+            with NoGradients():
+                given = (x, token_indices, token_probs, num_experts, group)
+                return library.dispatch(*given, streams)
+        routing = (token_indices, num_experts, group, streams)
+        rows, probs, (indices, counts, handle) = Sent.apply(x, token_probs, routing)
+        return rows, indices, probs, counts, handle
 
     def fused_combine(
         x: torch.Tensor,
@@ -271,7 +335,11 @@ def functions_of(library: Library) -> Functions:
         `(tokens [T, H], None)`; a token without experts is zero. Differentiable in `x`, which is
         not kept for backward.
         """
-        return FusedCombine.apply(x, group, handle, async_finish, allocate_on_comm_stream)
+        way = (group, handle, (async_finish, allocate_on_comm_stream))
+        if not has_gradient(x, None):
+            with NoGradients():
+                return library.combine(x, *way), None
+        return Summed.apply(x, way), None
 
     made = Functions(library, FusedDispatch, FusedCombine, fused_dispatch, fused_combine)
     for function in made[1:]:

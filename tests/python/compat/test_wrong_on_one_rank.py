@@ -65,6 +65,12 @@ class Calls:
         given = {"x": rows, "handle": handle, "topk_weights": weights, "bias": self.case.x}
         return buffer.combine, given
 
+    def combine_plain(self):
+        """As calls mostly are: one of the core."""
+        combine, given = self.combine()
+        del given["bias"]
+        return combine, given
+
     def low_latency(self):
         case = self.case
         given = {
@@ -298,6 +304,13 @@ WRONG = {
         ("bias", "list", "bias"),
         ("bias", "flat", "bias has shape"),
         ("bias", "double", "bias has dtype"),
+    ],
+    "combine_plain": [
+        *X,
+        HANDLE,
+        ("x", "long row", "x has shape"),
+        ("x", "double", "x has dtype"),
+        *WEIGHTS,
     ],
     "low_latency_dispatch": [
         *X,

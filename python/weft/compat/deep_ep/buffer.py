@@ -15,6 +15,7 @@ from weft.errors import BadCall
 from weft.streams import CommStream
 
 from . import config as configs
+from .at_once import CallsAtOnce
 from .checks import (
     FLOATS,
     MAX_TOPK,
@@ -49,8 +50,8 @@ from .runtime import (
     Call,
     ExchangePool,
     MpiGroup,
+    NoGradients,
     Runtime,
-    without_gradients,
 )
 from .utils.event import EventHandle, EventOverlap, event_of
 
@@ -58,7 +59,7 @@ _ALIGNMENT = 128  # bytes
 _QP_DEPTH = 1024  # what callers read if nothing else was set
 
 
-class Buffer(LowLatencyMode):
+class Buffer(CallsAtOnce, LowLatencyMode):
     """One rank's end of the exchange within a group; all ranks make the same calls in order.
 
     Works with CUDA and with CPU tensors, any number of ranks and any number of tokens on each, any
@@ -215,6 +216,10 @@ class Buffer(LowLatencyMode):
         bool [T, R], event. A token counts once for a rank, and once for a host.
         """
         streams = (previous_event, async_finish, allocate_on_comm_stream)
+        if previous_event is None and not (async_finish or allocate_on_comm_stream):
+            made = self._layout_at_once(topk_idx, num_experts)
+            if made is not None:
+                return made
         with Call("get_dispatch_layout"):
             runtime = self._runtime()
             check_routing(topk_idx)
@@ -224,7 +229,6 @@ class Buffer(LowLatencyMode):
                 work.returns(*layout)
         return *layout, event_of(work)
 
-    @without_gradients
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, ...],
@@ -262,13 +266,26 @@ class Buffer(LowLatencyMode):
         handle of an earlier dispatch: the same way again, with the same T, without top-k; returns
         (recv_x, None, None, None, None, event).
         """
-        streams = (previous_event, async_finish, allocate_on_comm_stream)
-        layout = Layout(
-            num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank
+        layout = (
+            num_tokens_per_rank,
+            num_tokens_per_rdma_rank,
+            num_tokens_per_expert,
+            is_token_in_rank,
         )
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        if previous_event is None and not (async_finish or allocate_on_comm_stream):
+            made = None
+            if handle is not None:
+                if topk_idx is topk_weights is None:
+                    made = self._rows_again_at_once(x, handle, config)
+            elif num_worst_tokens == 0:
+                tensors = (x, topk_idx, topk_weights)
+                made = self._rows_at_once("dispatch", tensors, layout, config, expert_alignment)
+            if made is not None:
+                return made
         verb = "plan_and_dispatch" if handle is None else "dispatch"
         wants = {"layout": "rank_major", "row_budget": 0 if num_worst_tokens else None}
-        with Call("dispatch", self._pool, verb, **wants) as call:
+        with NoGradients(), Call("dispatch", self._pool, verb, **wants) as call:
             runtime = self._runtime()
             plan = None if handle is None else call.by(check_handle(handle, Handle).plan)
             payload = Payload(x)
@@ -288,14 +305,14 @@ class Buffer(LowLatencyMode):
             num_tokens, num_hosts = payload.num_tokens, runtime.hosts.num_hosts
             num_experts = check_layout(layout, num_tokens, self.group_size, num_hosts)
             check_least("expert_alignment", expert_alignment)
-            routing = _Routing(topk_idx, topk_weights, num_experts, layout, num_worst_tokens)
+            topk = (topk_idx, topk_weights)
+            routing = _Routing(*topk, num_experts, Layout(*layout), num_worst_tokens)
             results = self._send(call, payload, routing, num_sms, streams)
         *tensors, counts, handle, event = results
         if expert_alignment > 1:
             counts = [round_up(count, expert_alignment) for count in counts]
         return *tensors, counts, handle, event
 
-    @without_gradients
     def dispatch_by_topk(
         self,
         x: Tensor,
@@ -310,7 +327,12 @@ class Buffer(LowLatencyMode):
         `deep_ep` has no such call. No layout is made: only items of the handle tell of it, and they
         make it of the plan when somebody asks for them. The counts are int64 [El] on the CPU."""
         streams = (previous_event, async_finish, allocate_on_comm_stream)
-        with Call("fused_dispatch", self._pool, layout="rank_major") as call:
+        if previous_event is None and not (async_finish or allocate_on_comm_stream):
+            tensors = (x, topk_idx, topk_weights)
+            made = self._rows_at_once("fused_dispatch", tensors, num_experts, None)
+            if made is not None:
+                return made
+        with NoGradients(), Call("fused_dispatch", self._pool, layout="rank_major") as call:
             self._runtime()
             payload = Payload(x)
             check_routing(topk_idx, topk_weights, payload.num_tokens)
@@ -358,7 +380,6 @@ class Buffer(LowLatencyMode):
             work.returns(*parts_of(out.x), out.experts, out.weights, ids)
         return out.x, out.experts, out.weights, counts, handle, event_of(work)
 
-    @without_gradients
     def combine(
         self,
         x: Tensor,
@@ -382,7 +403,12 @@ class Buffer(LowLatencyMode):
         it the sum over all ranks that have the token, at twice the bytes once more. event.
         """
         streams = (previous_event, async_finish, allocate_on_comm_stream)
-        with Call("combine", self._pool, "combine") as call:
+        is_plain = previous_event is None and not (async_finish or allocate_on_comm_stream)
+        if is_plain and bias is None:
+            made = self._sums_at_once(x, handle, topk_weights, config)
+            if made is not None:
+                return made
+        with NoGradients(), Call("combine", self._pool, "combine") as call:
             runtime = self._runtime()
             check_handle(handle, Handle)
             plan = call.by(handle.plan)

@@ -279,6 +279,28 @@ class Call:
                 ranges.end()  # a refusal, too, may wait for other ranks
 
 
+def found_at_once(
+    error: BaseException,
+    told: int,
+    name: str,
+    pool: ExchangePool | None,
+    verb: str = "plan_and_dispatch",
+    handle: Any = None,
+    **options: Any,
+) -> None:
+    """What a call has met that was to be one of the core, and began when `_core.num_told` was
+    `told`. It is raised if the other ranks know of the call, or have to hear of an interrupt; else
+    nothing has begun, and the call goes on in steps. name, verb, options: as for `Call`; handle:
+    the call's, if it may be one."""
+    if isinstance(error, Exception) and _core.num_told() == told:
+        return
+    with Call(name, pool, verb, told, **options) as call:
+        plan = getattr(handle, "plan", None)
+        if isinstance(plan, Plan):
+            call.by(plan)
+        raise error
+
+
 class NoGradients:
     """`torch.no_grad`, whose own way costs a few microseconds."""
 

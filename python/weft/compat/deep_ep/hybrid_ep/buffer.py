@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Group, Plan
+from weft import Exchange, Group, Plan, _core
+from weft.run.calls import count
 
 from ..checks import (
     FLOATS,
@@ -46,10 +47,11 @@ from ..payload import (
     round_up,
     topk_of_map,
 )
-from ..runtime import MIN_TOPK, TIMEOUT, Call, ExchangePool
+from ..runtime import MIN_TOPK, TIMEOUT, Call, ExchangePool, found_at_once
 from .handle import HybridEPConfig, HybridEPConfigurer, HybridEPHandle, PermuteHandle, PlainHandle
 
 _MIN_CAPACITY = 512
+_PINNED_TOGETHER = 64  # counts of so many calls
 
 
 class HybridEPBuffer:
@@ -102,6 +104,7 @@ class HybridEPBuffer:
         self.node_rank: int = self.rank // domain
         self.num_of_nodes: int = self.group_size // domain
         self.runtime = ExchangePool(ranks, TIMEOUT)
+        self._pinned: dict[int, list[Tensor]] = {}  # memory for counts, by their number
         # Callers give their own T, which need not be that of others.
         (most,) = max(ranks.gather_numbers(tokens))
         capacity = max(most, _MIN_CAPACITY)
@@ -150,9 +153,7 @@ class HybridEPBuffer:
             "fuse_permute_dispatch": bool(fuse_permute_dispatch),
         }
         given = {name: value for name, value in given.items() if value is not None}
-        made = HybridEPConfig.__new__(HybridEPConfig)  # a copy, for a call has no time for more
-        vars(made).update(vars(self._settings), **given, **kwargs)
-        return made
+        return self._settings.changed(**given, **kwargs)
 
     @property
     def _settings(self) -> HybridEPConfig:
@@ -172,16 +173,7 @@ class HybridEPBuffer:
         the buffer.
         """
         *given, total, per_rank = given
-        if total is not None and per_rank is not None:
-            check(
-                total == per_rank * self.group_size,
-                f"num_of_experts = {total}, num_of_experts_per_rank = {per_rank} "
-                f"(expected {per_rank * self.group_size} with {self.group_size} ranks)",
-            )
-        if total is None and per_rank is None and given[2] is not None:
-            per_rank = self._settings.num_of_experts_per_rank
-        if per_rank is not None:
-            total = per_rank * self.group_size
+        total = self._num_experts(total, per_rank, has_indices=given[2] is not None)
         routing = routing_of(given, total, may_wait=not non_blocking)
         num_tokens = routing.map.size(0)
         check(
@@ -195,6 +187,20 @@ class HybridEPBuffer:
         most = self._settings.max_num_of_tokens_per_rank
         call.plans(key, most, lambda: max(MIN_TOPK, routing.most_routes()), **options)
         return routing
+
+    def _num_experts(
+        self, total: int | None, per_rank: int | None, has_indices: bool
+    ) -> int | None:
+        """The experts of all ranks, None where a map says it."""
+        if total is not None and per_rank is not None:
+            check(
+                total == per_rank * self.group_size,
+                f"num_of_experts = {total}, num_of_experts_per_rank = {per_rank} "
+                f"(expected {per_rank * self.group_size} with {self.group_size} ranks)",
+            )
+        if total is None and per_rank is None and has_indices:
+            per_rank = self._settings.num_of_experts_per_rank
+        return total if per_rank is None else per_rank * self.group_size
 
     def dispatch_with_permute(
         self,
@@ -247,6 +253,12 @@ class HybridEPBuffer:
         if use_host_meta is not None:
             warn_deprecated(name, "use_host_meta", "read as: not non_blocking")
             non_blocking = not use_host_meta
+        if handle is num_permuted_tokens is None and not (non_blocking or use_fp8):
+            tensors = (hidden, topk_idx, topk_weights, routing_map, probs)
+            sizes = (num_of_experts, num_of_experts_per_rank, pad_multiple, fuse_permute_dispatch)
+            made = self._dispatch_at_once(tensors, *sizes)
+            if made is not None:
+                return made
         verb = "plan_and_dispatch" if handle is None else "dispatch"
         wants = {
             "layout": "expert_major",
@@ -282,9 +294,70 @@ class HybridEPBuffer:
                 # After the launch, which a GPU awaits once it has told the number of rows.
                 config = self._config(hidden, out.plan, pad_multiple, fuse_permute_dispatch)
                 handle = PermuteHandle(out.plan, config, has_budget=non_blocking)
-                tokens_per_expert = _counts(handle, on_host=not non_blocking)
+                if non_blocking:
+                    tokens_per_expert = out.plan.padded_rows_per_expert.clone()
+                else:
+                    memory = self._counts_of(out.plan.exchange)
+                    tokens_per_expert = out.plan.core.padded_rows_on_host(memory)
         row_probs = None if out.weights is None else out.weights.view(-1)
         return out.rows, row_probs, out.scales, tokens_per_expert, handle
+
+    def _dispatch_at_once(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        num_experts: int | None,
+        per_rank: int | None,
+        pad_multiple: int | None,
+        fuse: bool,
+    ) -> tuple | None:
+        """`dispatch_with_permute` as it mostly is: one call of the core, by hidden, topk_idx and
+        topk_weights, routing_map and probs. None, and nothing has begun, where there is more to it,
+        or something is wrong with what it was given."""
+        name, told = "dispatch_with_permute", _core.num_told()
+        try:
+            pool, settings = self.runtime, self._settings
+            exchange = pool.planned
+            if exchange is None or exchange.max_tokens < settings.max_num_of_tokens_per_rank:
+                return None
+            hidden, topk_idx, topk_weights, routing_map, _ = tensors
+            total = self._num_experts(num_experts, per_rank, topk_idx is not None)
+
+            def routing() -> tuple[None, Tensor]:
+                given = routing_map
+                if given is None:
+                    given, _ = spread(topk_idx, topk_weights, total)
+                return None, given
+
+            how = (total, pad_multiple or 1, self._counts_of(exchange))
+            num_sms = settings.num_of_blocks_dispatch_api
+            made = exchange.dispatch_at_once(
+                "dispatch_routes", tensors, how, num_sms, routing=routing
+            )
+        except BaseException as error:
+            wants = {"layout": "expert_major", "overflow": "error"}
+            return found_at_once(error, told, name, self.runtime, **wants)
+        if made is None:
+            return None
+        pool.last = exchange
+        count(name)
+        plan, (rows, probs, *_), counts = made
+        config = self._config(hidden, plan, pad_multiple, fuse)
+        handle = PermuteHandle(plan, config, has_budget=False)
+        return rows, None if probs is None else probs.view(-1), None, counts, handle
+
+    def _counts_of(self, exchange: Exchange) -> Tensor | None:
+        """Memory for the counts of a call, int64 [El], pinned; None where any serves."""
+        if exchange.gpu < 0:
+            return None
+        left = self._pinned.setdefault(exchange.num_local_experts, [])
+        try:
+            return left.pop()
+        except IndexError:  # pinning takes as long for many of them, which share nothing but memory
+            size = (_PINNED_TOGETHER, exchange.num_local_experts)
+            many = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
+            *others, one = (row.data for row in many.unbind(0))
+            left.extend(others)
+            return one
 
     def combine_with_unpermute(
         self,
@@ -308,11 +381,35 @@ class HybridEPBuffer:
         del fuse_unpermute_combine  # the same either way
         if num_dispatched_tokens is not None:
             warn_deprecated(name, "num_dispatched_tokens")
+        made = self._combine_at_once(hidden, probs, handle, pad_multiple)
+        if made is not None:
+            return made
         with Call(name, self.runtime, "combine") as call:
             _check_reuse(handle, None, pad_multiple)
             call.by(handle.plan)
             row_probs = None if probs is None else probs.reshape(-1, 1)
             return self._bring_back(call, hidden, row_probs)
+
+    def _combine_at_once(
+        self,
+        hidden: Tensor,
+        probs: Tensor | None,
+        handle: PermuteHandle | None,
+        pad_multiple: int | None,
+    ) -> tuple | None:
+        """The same of `combine_with_unpermute` as `_dispatch_at_once`."""
+        name, told = "combine_with_unpermute", _core.num_told()
+        try:
+            _check_reuse(handle, None, pad_multiple)
+            plan, num_sms = handle.plan, self._settings.num_of_blocks_combine_api
+            exchange = plan.exchange
+            made = exchange.combine_rows_at_once(plan, hidden, probs, num_sms)
+        except BaseException as error:
+            return found_at_once(error, told, name, self.runtime, "combine", handle)
+        if made is not None:
+            self.runtime.last = exchange
+            count(name)
+        return made
 
     # One row for each token on each rank. D: ranks of an NVLink domain.
 
@@ -405,8 +502,14 @@ class HybridEPBuffer:
         self, hidden: Tensor, plan: Plan, pad_multiple: int | None = None, fuse: bool = False
     ) -> HybridEPConfig:
         """The settings of a call."""
-        sizes = (hidden.size(1), None, plan.num_local_experts, pad_multiple)
-        return self.update_template_config(*sizes, hidden.element_size() == 1, fuse)
+        settings = self._settings
+        return settings.changed(
+            hidden_dim=hidden.size(1),
+            num_of_experts_per_rank=plan.num_local_experts,
+            pad_multiple=pad_multiple or settings.pad_multiple,
+            use_fp8=hidden.itemsize == 1,
+            fuse_permute_dispatch=bool(fuse),
+        )
 
     def _first_column(self, plan: Plan) -> int:
         """The first of this rank's experts among those of its domain."""
@@ -443,15 +546,6 @@ def _rows_of(num_permuted_tokens: Any, pad_multiple: int | None, non_blocking: b
         "non-blocking mode)",
     )
     return rows
-
-
-def _counts(handle: PermuteHandle, on_host: bool) -> Tensor:
-    """int64 [El]: rows of each expert, padding included."""
-    plan = handle.plan
-    if not on_host:
-        return plan.padded_rows_per_expert.clone()
-    counts = plan.core.padded_rows_on_host()
-    return counts.pin_memory() if plan.exchange.device.type == "cuda" else counts
 
 
 def _check_reuse(

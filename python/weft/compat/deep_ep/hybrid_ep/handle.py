@@ -6,6 +6,8 @@ Items that only the kernels of `deep_ep` can use are `PrivateItem`s, so that unp
 using one says why not.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 from typing import Any
@@ -36,6 +38,12 @@ class HybridEPConfig:
     num_of_blocks_preprocessing_api: int = 0
     num_blocks_permute: int = 0
     num_blocks_unpermute: int = 0
+
+    def changed(self, **settings: Any) -> HybridEPConfig:
+        """A copy with other settings, and perhaps more; every call makes one."""
+        made = HybridEPConfig.__new__(HybridEPConfig)
+        vars(made).update(vars(self), **settings)
+        return made
 
 
 @dataclasses.dataclass
