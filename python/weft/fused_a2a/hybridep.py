@@ -5,15 +5,18 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from weft import fused_a2a as state
+from weft import ranges
+from weft.autograd import has_gradient
 from weft.compat.deep_ep.checks import check
+from weft.compat.deep_ep.runtime import NoGradients
+from weft.run.calls import count
 
 from .buffers import contiguous, current_hybrid_ep_buffer, get_hybrid_ep_buffer, refusing
 from .replay import _hybridep_dispatch_replay_state as replay
@@ -58,57 +61,17 @@ class HybridEPDispatch(torch.autograd.Function):
         num_sms_combine_api=24,
         *rest,
     ):
-        given = _without_unknown(_OPTIONS | dict(zip(_order_of(rest), rest)))
-        options = SimpleNamespace(**given)
-        settings = {
-            "num_blocks_permute": options.num_blocks_permute,
-            "num_blocks_unpermute": options.num_blocks_unpermute,
-            "num_sms_preprocessing_api": options.num_sms_preprocessing_api,
-            "num_sms_dispatch_api": num_sms_dispatch_api,
-            "num_sms_combine_api": num_sms_combine_api,
-        }
-        buffer = get_hybrid_ep_buffer(group, x, num_local_experts, settings)
-        budget = options.num_permuted_tokens
-        sent = {
-            "hidden": contiguous(x),
-            "probs": contiguous(probs),
-            "scaling_factor": None,
-            "pad_multiple": options.pad_multiple,
-            **_fused_argument("fuse_permute_dispatch", options.fused),
-        }
-        recorded = replay.take()
-        if recorded is not None:
-            handle, tokens_per_expert, num_rows = recorded
-            rows, row_probs, scales, *_ = buffer.dispatch_with_permute(
-                **sent, handle=handle, num_permuted_tokens=num_rows if budget is None else budget
-            )
-        else:
-            has_budget = budget is not None
-            with refusing("hybrid_ep_dispatch", buffer, row_budget=0 if has_budget else None):
-                routing = _routing(routing_map, options.topk_idx, options.num_experts)
-            rows, row_probs, scales, tokens_per_expert, handle = buffer.dispatch_with_permute(
-                **sent,
-                **routing,
-                num_of_experts_per_rank=num_local_experts,
-                num_permuted_tokens=budget,
-                non_blocking=has_budget,
-            )
-            replay.record(handle, tokens_per_expert)
-        ctx.buffer, ctx.handle = buffer, handle
-        ctx.pad_multiple, ctx.fused = options.pad_multiple, options.fused
-        ctx.mark_non_differentiable(tokens_per_expert)
-        return rows, row_probs, scales, tokens_per_expert, handle
+        options = _OPTIONS | dict(zip(_order_of(rest), rest))
+        sms = (num_sms_dispatch_api, num_sms_combine_api)
+        given = (x, routing_map, probs, group, num_local_experts)
+        results, ctx.way = _dispatched(*given, *sms, options)
+        ctx.mark_non_differentiable(results[3])
+        return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_x, grad_probs, _scaling_factor, _counts, _handle):
-        grad_hidden, grad_dense_probs = ctx.buffer.combine_with_unpermute(
-            hidden=grad_x.contiguous(),
-            probs=contiguous(grad_probs),
-            handle=ctx.handle,
-            pad_multiple=ctx.pad_multiple,
-            **_fused_argument("fuse_unpermute_combine", ctx.fused),
-        )
+        grad_hidden, grad_dense_probs = ctx.way.returned(grad_x, grad_probs)
         return (grad_hidden, None, grad_dense_probs) + (None,) * (len(ctx.needs_input_grad) - 3)
 
 
@@ -117,30 +80,143 @@ class HybridEPCombine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, handle, num_permuted_tokens=None, pad_multiple=None, fused=False):
-        ctx.buffer, ctx.handle, ctx.pad_multiple = current_hybrid_ep_buffer(), handle, pad_multiple
-        ctx.fused, ctx.num_rows = fused, len(x)
-        combined, _ = ctx.buffer.combine_with_unpermute(
-            hidden=contiguous(x),
-            handle=handle,
-            pad_multiple=pad_multiple,
-            **_fused_argument("fuse_unpermute_combine", fused),
-        )
+        combined, ctx.way = _combined(x, handle, pad_multiple, fused)
         return combined
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_x):
+        return (ctx.way.sent(grad_x),) + (None,) * (len(ctx.needs_input_grad) - 1)
+
+
+class _Sent(torch.autograd.Function):
+    """What `hybrid_ep_dispatch` tells autograd: of the rows and their probabilities alone."""
+
+    @staticmethod
+    def forward(ctx, x, probs, given):
+        (rows, row_probs, *others), ctx.way = _dispatched(x, given[0], probs, *given[1:])
+        return rows, row_probs, others
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, grad_probs, _others):
+        return *ctx.way.returned(grad_rows, grad_probs), None
+
+
+class _Summed(torch.autograd.Function):
+    """Likewise `hybrid_ep_combine`."""
+
+    @staticmethod
+    def forward(ctx, x, given):
+        combined, ctx.way = _combined(x, *given)
+        return combined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.way.sent(grad), None
+
+
+class _Way(NamedTuple):
+    """Of rows that were dispatched or combined, for their gradients."""
+
+    buffer: Any
+    handle: Any
+    pad_multiple: int | None
+    fused: bool
+    num_rows: int  # of a combine
+
+    def returned(self, rows: torch.Tensor, probs: torch.Tensor | None) -> tuple:
+        """The gradients of a dispatch's tokens and probabilities."""
+        return self.buffer.combine_with_unpermute(
+            hidden=rows.contiguous(),
+            probs=contiguous(probs),
+            handle=self.handle,
+            pad_multiple=self.pad_multiple,
+            **_fused_argument("fuse_unpermute_combine", self.fused),
+        )
+
+    def sent(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Those of a combine's rows."""
         # The caller's num_permuted_tokens may be a tensor, and reading it would wait for a GPU;
         # the number of rows that were combined is the same number.
-        grad_rows, *_ = ctx.buffer.dispatch_with_permute(
-            hidden=grad_x.contiguous(),
+        rows, *_ = self.buffer.dispatch_with_permute(
+            hidden=tokens.contiguous(),
             scaling_factor=None,
-            handle=ctx.handle,
-            pad_multiple=ctx.pad_multiple,
-            num_permuted_tokens=ctx.num_rows,
-            **_fused_argument("fuse_permute_dispatch", ctx.fused),
+            handle=self.handle,
+            pad_multiple=self.pad_multiple,
+            num_permuted_tokens=self.num_rows,
+            **_fused_argument("fuse_permute_dispatch", self.fused),
         )
-        return (grad_rows,) + (None,) * (len(ctx.needs_input_grad) - 1)
+        return rows
+
+
+def _dispatched(
+    x: torch.Tensor,
+    routing_map: torch.Tensor | None,
+    probs: torch.Tensor,
+    group: dist.ProcessGroup,
+    num_local_experts: int,
+    num_sms_dispatch_api: int | None,
+    num_sms_combine_api: int | None,
+    options: dict[str, Any],
+) -> tuple[tuple, _Way]:
+    """What `hybrid_ep_dispatch` returns, without gradients. options: `_OPTIONS`."""
+    options = _without_unknown(options)
+    settings = {
+        "num_blocks_permute": options["num_blocks_permute"],
+        "num_blocks_unpermute": options["num_blocks_unpermute"],
+        "num_sms_preprocessing_api": options["num_sms_preprocessing_api"],
+        "num_sms_dispatch_api": num_sms_dispatch_api,
+        "num_sms_combine_api": num_sms_combine_api,
+    }
+    buffer = get_hybrid_ep_buffer(group, x, num_local_experts, settings)
+    budget, pad_multiple = options["num_permuted_tokens"], options["pad_multiple"]
+    fused = options["fused"]
+    sent = {
+        "hidden": contiguous(x),
+        "probs": contiguous(probs),
+        "scaling_factor": None,
+        "pad_multiple": pad_multiple,
+        **_fused_argument("fuse_permute_dispatch", fused),
+    }
+    recorded = replay.take()
+    if recorded is not None:
+        handle, tokens_per_expert, num_rows = recorded
+        rows, row_probs, scales, *_ = buffer.dispatch_with_permute(
+            **sent, handle=handle, num_permuted_tokens=num_rows if budget is None else budget
+        )
+    else:
+        has_budget, name = budget is not None, "hybrid_ep_dispatch"
+        if routing_map is not None and not ranges.IS_ON:  # as it mostly is; nothing is refused
+            count(name)
+            sent["routing_map"] = contiguous(routing_map)
+        else:
+            with refusing(name, buffer, row_budget=0 if has_budget else None):
+                sent |= _routing(routing_map, options["topk_idx"], options["num_experts"])
+        rows, row_probs, scales, tokens_per_expert, handle = buffer.dispatch_with_permute(
+            **sent,
+            num_of_experts_per_rank=num_local_experts,
+            num_permuted_tokens=budget,
+            non_blocking=has_budget,
+        )
+        replay.record(handle, tokens_per_expert)
+    way = _Way(buffer, handle, pad_multiple, fused, 0)
+    return (rows, row_probs, scales, tokens_per_expert, handle), way
+
+
+def _combined(
+    x: torch.Tensor, handle: Any, pad_multiple: int | None, fused: bool
+) -> tuple[torch.Tensor, _Way]:
+    """What `hybrid_ep_combine` returns, without gradients."""
+    way = _Way(current_hybrid_ep_buffer(), handle, pad_multiple, fused, len(x))
+    combined, _ = way.buffer.combine_with_unpermute(
+        hidden=contiguous(x),
+        handle=handle,
+        pad_multiple=pad_multiple,
+        **_fused_argument("fuse_unpermute_combine", fused),
+    )
+    return combined, way
 
 
 def hybrid_ep_dispatch(
@@ -181,11 +257,22 @@ def hybrid_ep_dispatch(
     Raises ValueError without a map or indices, or for indices without `num_experts`, and what the
     buffer does: weft.InvalidArgument, weft.TimeoutError, weft.PeerError.
     """
-    sms = (num_sms_dispatch_api, num_sms_combine_api)
-    rows = (num_permuted_tokens, pad_multiple, topk_idx, num_experts, fused or fuse_permute)
-    blocks = (num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute)
-    given = (x, routing_map, probs, group, num_local_experts)
-    return HybridEPDispatch.apply(*given, *sms, *rows, *blocks)
+    options = {
+        "num_permuted_tokens": num_permuted_tokens,
+        "pad_multiple": pad_multiple,
+        "topk_idx": topk_idx,
+        "num_experts": num_experts,
+        "fused": fused or fuse_permute,
+        "num_sms_preprocessing_api": num_sms_preprocessing_api,
+        "num_blocks_permute": num_blocks_permute,
+        "num_blocks_unpermute": num_blocks_unpermute,
+    }
+    given = (group, num_local_experts, num_sms_dispatch_api, num_sms_combine_api, options)
+    if not has_gradient(x, probs):
+        with NoGradients():
+            return _dispatched(x, routing_map, probs, *given)[0]
+    rows, row_probs, others = _Sent.apply(x, probs, (routing_map, *given))
+    return rows, row_probs, *others
 
 
 def hybrid_ep_combine(
@@ -203,8 +290,11 @@ def hybrid_ep_combine(
     Returns [T, H]; a token without experts is zero. Differentiable in `x`, which is not kept for
     backward. `num_permuted_tokens` is not needed: `x` has that many rows.
     """
-    is_fused = fused or fuse_permute
-    return HybridEPCombine.apply(x, handle, num_permuted_tokens, pad_multiple, is_fused)
+    given = (handle, pad_multiple, fused or fuse_permute)
+    if not has_gradient(x, None):
+        with NoGradients():
+            return _combined(x, *given)[0]
+    return _Summed.apply(x, given)
 
 
 def _routing(

@@ -211,6 +211,52 @@ def test_calls_by_expert(ranks, num_ranks, has_map, pad_multiple):
     ranks(by_expert, num_ranks, has_map, pad_multiple)
 
 
+def fused_by_expert(rank, num_ranks, group):
+    case = Case(rank, group, 2 * num_ranks, 2, (7, 0, 4), low=0, distinct=True)
+    table = torch.zeros(len(case.x), case.num_experts, dtype=torch.bool)
+    table.scatter_(1, case.idx.clamp(min=0), True)
+
+    def call(x, probs):
+        rows, weights, nothing, counts, handle = fused_a2a.hybrid_ep_dispatch(
+            x, table, probs, group, 2
+        )
+        assert nothing is None and rows.requires_grad == weights.requires_grad == x.requires_grad
+        tokens = fused_a2a.hybrid_ep_combine(rows * 2, handle)
+        assert tokens.requires_grad == x.requires_grad and not counts.requires_grad
+        return tokens, weights, rows, counts
+
+    def by_function(x, probs):
+        """The autograd functions, which take all by position."""
+        rows, weights, _, counts, handle = fused_a2a.HybridEPDispatch.apply(
+            x, table, probs, group, 2
+        )
+        tokens = fused_a2a.HybridEPCombine.apply(rows * 2, handle)
+        return tokens, weights, rows, counts
+
+    probs = 0.5 * table
+    with_gradients(case.x, probs, call)
+    made = []
+    for in_steps in (True, False):
+        before = weft.stats()["calls"]
+        with Ways(in_steps) as ways:
+            made.append(with_gradients(case.x, probs, call))
+            made.append(with_gradients(case.x, probs, by_function))
+            made.append((*call(case.x, probs), None, None))
+        assert len(ways.seen) == (0 if in_steps else 3 * 2 + 2)
+        calls = grown_calls(before)
+        assert calls["hybrid_ep_dispatch"] == 3
+        assert calls["dispatch_with_permute"] == calls["combine_with_unpermute"] == 5
+    for one in made[1:]:
+        same(made[0][:4], one[:4])
+    for one in (made[1], made[3], made[4]):
+        same(made[0], one)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fused_calls_by_expert(ranks, num_ranks):
+    ranks(fused_by_expert, num_ranks)
+
+
 def grown(rank, num_ranks, group):
     """More tokens than there is room for, in one call on one rank; then other numbers of rows, for
     which the memory of the call before is too small or too large."""
