@@ -146,12 +146,12 @@ void Written::add_blocks(int64_t num_rows) {
 }
 
 nb::tuple Written::take(int64_t num_rows) {
-  std::vector<nb::object> tensors = made_.take();
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  for (size_t i = 0; i < sizes_.size(); ++i) {
     if (sizes_[i].rows != num_rows) {
-      tensors[i].attr("resize_")(num_rows, sizes_[i].cols);
+      made_.shorten(i, num_rows, sizes_[i].cols);
     }
   }
+  std::vector<nb::object> tensors = made_.take();
   size_t next = 0;
   const auto of = [&](const Tensor& tensor) {
     return tensor.is_given() && next < tensors.size() ? tensors[next++] : nb::none();

@@ -395,17 +395,10 @@ std::array<Tensor, 2> NewTensors::add_both(ScalarType type, const Part& first, c
   constexpr int64_t kStep = 128;  // elements: each part begins where torch would have it begin
   const int64_t begin = (first.rows * first.cols + kStep - 1) / kStep * kStep;
   const int64_t size = begin + second.rows * second.cols;
-  const auto part = [&](void* whole, const Shape& shape, int64_t from) {
-    void* made = nullptr;
-    const auto& [num_dims, sizes, strides] = shape;
-    const int32_t problem =
-        torch.reinterpret(whole, num_dims, sizes.data(), strides.data(), from, &made);
-    return problem == 0 ? made : nullptr;
-  };
   if (void* whole = torch.reinterpret == nullptr ? nullptr : make({1, {size}, {1}}, type);
       whole != nullptr) {
-    void* const one = part(whole, first.shape, 0);
-    void* const other = part(whole, second.shape, begin);
+    void* const one = make_part(whole, first.shape, 0);
+    void* const other = make_part(whole, second.shape, begin);
     torch.free(whole);
     if (one != nullptr && other != nullptr) {
       return {
@@ -440,6 +433,18 @@ void* NewTensors::make(const Shape& shape, ScalarType type) const {
   return problem == 0 ? made : nullptr;
 }
 
+void* NewTensors::make_part(void* whole, const Shape& shape, int64_t begin) {
+  const Torch& torch = looked_up<Torch>();
+  if (torch.reinterpret == nullptr) {
+    return nullptr;
+  }
+  const auto& [num_dims, sizes, strides] = shape;
+  void* made = nullptr;
+  const int32_t problem =
+      torch.reinterpret(whole, num_dims, sizes.data(), strides.data(), begin, &made);
+  return problem == 0 ? made : nullptr;
+}
+
 Tensor NewTensors::add_made(void* handle, int64_t rows, int64_t cols, ScalarType type) {
   handles_.push_back(handle);
   objects_.emplace_back();
@@ -451,6 +456,19 @@ Tensor NewTensors::add_made(void* handle, int64_t rows, int64_t cols, ScalarType
 void NewTensors::add(nb::object tensor) {
   handles_.push_back(nullptr);
   objects_.push_back(std::move(tensor));
+}
+
+void NewTensors::shorten(size_t place, int64_t rows, int64_t cols) {
+  void*& handle = handles_[place];
+  if (handle != nullptr) {
+    const Torch& torch = looked_up<Torch>();
+    if (void* part = make_part(handle, {2, {rows, cols}, {cols, 1}}, 0); part != nullptr) {
+      torch.free(std::exchange(handle, part));
+      return;
+    }
+    objects_[place] = torch.to_tensor(nb::capsule(std::exchange(handle, nullptr)));
+  }
+  objects_[place].attr("resize_")(rows, cols);
 }
 
 std::vector<nb::object> NewTensors::take() {

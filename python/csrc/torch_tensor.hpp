@@ -101,12 +101,16 @@ class NewTensors {
   // Two of a type in one piece of memory, the first where it begins: torch's allocator is asked
   // once.
   std::array<Tensor, 2> add_both(ScalarType type, const Part& first, const Part& second);
+  // The first rows of a tensor, by its place in the order of add(), in its place.
+  void shorten(size_t place, int64_t rows, int64_t cols);
   // In the order of add(); once.
   [[nodiscard]] std::vector<nb::object> take();
 
  private:
   // A handle of torch's, or null where Python has to make the tensor, or to say why not.
   [[nodiscard]] void* make(const Shape& shape, ScalarType type) const;
+  // Of the memory of another one, from an element on; null where that cannot be.
+  [[nodiscard]] static void* make_part(void* whole, const Shape& shape, int64_t begin);
   Tensor add_made(void* handle, int64_t rows, int64_t cols, ScalarType type);
 
   Device device_;
