@@ -172,8 +172,8 @@ class _DeepepManager(_DispatchManager):
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         if self._arrives_by_expert:
             return hidden_states, self._row_probs(self.dispatched_probs.reshape(-1))
-        routing_map, probs = indices_to_multihot(
-            self.dispatched_indices, self.dispatched_probs, self.num_local_experts
+        routing_map, probs = self._indices_to_multihot(
+            self.dispatched_indices, self.dispatched_probs
         )
         if self.pad_multiple:
             routing_map = self._pad(routing_map)
@@ -194,6 +194,9 @@ class _DeepepManager(_DispatchManager):
         if permuted.tokens_per_expert is not None:
             self.tokens_per_expert = permuted.tokens_per_expert
         return permuted.rows, self._row_probs(permuted.probs)
+
+    def _indices_to_multihot(self, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return indices_to_multihot(indices, probs, self.num_local_experts)
 
     def _row_probs(self, probs: Tensor) -> Tensor:
         return probs.double() if self.router_dtype == "fp64" else probs

@@ -214,3 +214,22 @@ def test_metadata_processor_drops_missing_choices():
     )
     assert routing_map.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 1]]
     assert probs.dtype == torch.float32 and torch.equal(probs, routing_map * 0.5)
+
+
+@pytest.mark.parametrize(
+    "indices, wanted",
+    [
+        ([[0, 2], [1, 3]], [[0.25, 0, 0.5, 0], [0, 0.25, 0, 0.5]]),
+        ([[2], [0]], [[0, 0, 0.25, 0], [0.25, 0, 0, 0]]),
+        ([[-1, -1]], [[0, 0, 0, 0]]),
+        ([[-1, 3], [1, -1]], [[0, 0, 0, 0.5], [0, 0.25, 0, 0]]),
+    ],
+    ids=["two", "one", "none", "some"],
+)
+def test_a_manager_makes_flags_of_choices(indices, wanted):
+    manager = _DeepepManager(None, 2, num_experts=8, num_local_experts=4)
+    indices = torch.tensor(indices)
+    probs = torch.tensor([0.25, 0.5])[: indices.shape[1]].expand(indices.shape)
+    routing_map, spread = manager._indices_to_multihot(indices, probs)
+    assert spread.tolist() == wanted and spread.dtype == torch.float32
+    assert torch.equal(routing_map, spread != 0) and routing_map.dtype == torch.bool
