@@ -42,10 +42,40 @@ bool are_rows(Calls& calls, nb::handle x, int64_t num_rows) {
   return hidden % 4 == 0 && has_shape(x, whole, num_rows, hidden);
 }
 
-nb::tuple sent_of(nb::handle x, nb::handle weights) {
+nb::tuple sent_of(nb::handle x, nb::handle weights, nb::handle scales) {
   const nb::object none = nb::none();
-  return nb::make_tuple(x, weights, none, none, none, none, none);
+  return nb::make_tuple(x, weights, scales, none, none, none, none);
 }
+
+// x as callers of deep_ep.Buffer give it: rows, or a pair of FP8 and its scales.
+struct Rows {
+  nb::object x;
+  nb::object scales = nb::none();
+  bool is_good;  // and plain; num_rows: -1 for any
+
+  Rows(Calls& calls, nb::handle given, int64_t num_rows) : x(nb::borrow(given)) {
+    if (!nb::isinstance<nb::tuple>(given)) {
+      is_good = are_rows(calls, x, num_rows);
+      return;
+    }
+    constexpr uint64_t kBytes =
+        bit(ScalarType::kUint8) | bit(ScalarType::kFloat8E4M3) | bit(ScalarType::kFloat8E5M2);
+    constexpr uint64_t kScales = kFloat32 | bit(ScalarType::kInt32);
+    const int64_t hidden = calls.exchange().config().hidden;
+    const auto pair = nb::borrow<nb::tuple>(given);
+    is_good = pair.size() == 2 && hidden % 16 == 0 && has_shape(pair[0], kBytes, num_rows, hidden);
+    if (is_good) {
+      x = pair[0];
+      scales = pair[1];
+      is_good = has_shape(scales, kScales, size_of(x, 0), -1) && size_of(scales, 1) > 0;
+    }
+  }
+
+  // What came of it, alike.
+  [[nodiscard]] nb::object of(const nb::tuple& out) const {
+    return scales.is_none() ? nb::object(out[0]) : nb::make_tuple(out[0], out[2]);
+  }
+};
 
 // The routes to each expert of this rank.
 nb::list list_of(std::span<const int64_t> counts, int64_t alignment) {
@@ -76,12 +106,12 @@ nb::object dispatch_rows(
 ) {
   const Exchange& exchange = calls.exchange();
   const ExchangeConfig& config = exchange.config();
-  const nb::handle x = tensors[0];
   const nb::object none = nb::none();
-  if (!are_rows(calls, x, -1) || tensors[2].is_none() || alignment < 1) {
+  const Rows rows(calls, tensors[0], -1);
+  if (!rows.is_good || tensors[2].is_none() || alignment < 1) {
     return none;
   }
-  const int64_t num_tokens = size_of(x, 0);
+  const int64_t num_tokens = size_of(rows.x, 0);
   const int64_t topk = check_routing(tensors[1], tensors[2], num_tokens);
   const bool has_layout = nb::isinstance<nb::tuple>(layout);
   int64_t num_experts = 0;
@@ -92,7 +122,7 @@ nb::object dispatch_rows(
     check_experts(num_experts, exchange.num_ranks());
   }
   const RoutingGiven routes(nb::make_tuple(tensors[1], none, none, none));
-  const nb::tuple sent = sent_of(x, tensors[2]);
+  const nb::tuple sent = sent_of(rows.x, tensors[2], rows.scales);
   const SentGiven given(sent, true);
   if (given.x.tensor.device != config.device || num_experts != config.num_experts ||
       topk > config.max_topk) {
@@ -150,7 +180,7 @@ nb::object dispatch_routes(
   }
   const nb::object indices = has_map ? none : nb::borrow(tensors[1]);
   const RoutingGiven routes(nb::make_tuple(none, map, none, indices));
-  const nb::tuple sent = sent_of(tensors[0], dense);
+  const nb::tuple sent = sent_of(tensors[0], dense, none);
   const SentGiven given(sent, false);
   if (given.x.tensor.device != config.device) {
     return none;
@@ -164,16 +194,18 @@ nb::object dispatch_routes(
   return planned(found, tensor_of(plan.padded_rows_per_expert(), counts), sent);
 }
 
-// dispatch of deep_ep.Buffer by the plan of a handle: the rows.
+// dispatch of deep_ep.Buffer by the plan of a handle.
 nb::object dispatch_rows_again(
     Calls& calls, nb::handle x, const Plan& plan, uintptr_t stream, int num_sms, nb::handle pool
 ) {
-  if (!are_rows(calls, x, plan.num_tokens())) {
+  const Rows rows(calls, x, plan.num_tokens());
+  if (!rows.is_good) {
     return nb::none();
   }
   Options options;
   Place{stream, num_sms}.set(options);
-  return dispatch(calls, plan, sent_of(x, nb::none()), false, options, pool)[0];
+  const nb::tuple sent = sent_of(rows.x, nb::none(), rows.scales);
+  return rows.of(dispatch(calls, plan, sent, false, options, pool));
 }
 
 // combine of deep_ep.Buffer, and combine_with_unpermute: the tokens, and the sums of weights or
@@ -235,7 +267,9 @@ void bind_at_once(nb::class_<Calls>& exchange) {
           arg("stream"),
           arg("num_sms"),
           arg("pool").none(),
-          "dispatch of deep_ep.Buffer by the plan of a handle: the rows. None where it is more."
+          "dispatch of deep_ep.Buffer by the plan of a handle: rows, or FP8 and scales. None where "
+          "it "
+          "is more."
       )
       .def(
           "combine_rows",

@@ -341,9 +341,9 @@ class Exchange:
         The same of dispatch_with_permute of deep_ep.HybridEPBuffer; tensors: hidden, topk_idx, topk_weights, routing_map, probs. counts: memory for them, or None.
         """
 
-    def dispatch_rows_again(self, x: object, plan: Plan, stream: int, num_sms: int, pool: tuple[int, int] | None) -> Tensor | None:
+    def dispatch_rows_again(self, x: object, plan: Plan, stream: int, num_sms: int, pool: tuple[int, int] | None) -> Tensor | tuple[Tensor, Tensor] | None:
         """
-        dispatch of deep_ep.Buffer by the plan of a handle: the rows. None where it is more.
+        dispatch of deep_ep.Buffer by the plan of a handle: rows, or FP8 and scales. None where it is more.
         """
 
     def combine_rows(self, x: object, weights: object, plan: Plan, stream: int, num_sms: int) -> tuple[Tensor, Tensor | None] | None:

@@ -347,7 +347,7 @@ class Exchange(ExchangeBegin):
     def dispatch_at_once(
         self,
         verb: str,
-        tensors: tuple[Tensor | None, ...],
+        tensors: tuple[Any, ...],
         how: tuple[Any, ...],
         num_sms: int,
         stream: int | None = None,
@@ -390,10 +390,10 @@ class Exchange(ExchangeBegin):
         return Plan(self, made, core), out, counts
 
     def dispatch_again_at_once(
-        self, plan: Plan, x: Tensor, num_sms: int, stream: int
-    ) -> Tensor | None:
-        """Collective. The rows of a dispatch by `plan` that sends nothing else. None, and what it
-        raises: see `dispatch_blocks_at_once`."""
+        self, plan: Plan, x: Tensor | tuple[Tensor, Tensor], num_sms: int, stream: int
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
+        """Collective. The rows, or FP8 and its scales, of a dispatch by `plan` that sends nothing
+        else. None, and what it raises: see `dispatch_blocks_at_once`."""
         if ranges.IS_ON or overlap_settings.is_on():
             return None
         core = plan.calls

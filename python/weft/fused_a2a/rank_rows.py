@@ -75,13 +75,14 @@ class Library(NamedTuple):
             return rows, *(each.detach() for each in metadata), handle
         if pool_of(buffer) is not None:  # nobody makes a layout for one of Weft's
             results = buffer.dispatch_by_topk(x, indices, probs, num_experts, **how)
+            rows, indices, probs, counts, handle = waited(results, streams[0])
         else:
             *layout, event = buffer.get_dispatch_layout(indices, num_experts, **how)
             how["previous_event"] = event
             routing = {"topk_idx": indices, "topk_weights": probs, **dict(zip(_LAYOUT, layout))}
             results = buffer.dispatch(x, **routing, **how)
-        rows, indices, probs, counts, handle = waited(results, streams[0])
-        counts = _on_host(counts)
+            rows, indices, probs, counts, handle = waited(results, streams[0])
+            counts = _on_host(counts)
         if replay.mode == "record":
             # Detached: what is handed out becomes a part of the graph, which is not to be kept.
             replay.record((handle, *(each.detach() for each in (indices, probs, counts))))

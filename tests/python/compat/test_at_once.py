@@ -116,6 +116,41 @@ def test_calls_at_once_are_those_in_steps(ranks, num_ranks, dtype, alignment):
     ranks(either_way, num_ranks, dtype, alignment)
 
 
+def of_fp8(rank, num_ranks, group, scales):
+    case = Case(rank, group, 2 * num_ranks, 3, (7, 0, 4), low=-2)
+    buffer = Buffer(group)
+    given, num_tokens = routing_of(buffer, case), len(case.x)
+    rows = case.x.to(torch.float8_e4m3fn)
+    factors = torch.arange(1.0, 1 + 2 * num_tokens).view(num_tokens, 2)
+    if scales == "packed":
+        factors = factors.to(torch.int32)
+    elif scales == "by column":
+        factors = factors.t().contiguous().t()
+    elif scales == "one":
+        factors = torch.stack([factors[:, :1]] * 2, dim=2)[..., 0]
+    buffer.dispatch((rows, factors), **given)
+    made = []
+    for in_steps in (True, False):
+        with Ways(in_steps) as ways:
+            *out, handle, _ = buffer.dispatch((rows, factors), **given)
+            again = buffer.dispatch((rows, 2 * factors), handle=handle)[0]
+        assert ways.seen == ([] if in_steps else ["_rows_at_once", "_rows_again_at_once"])
+        made.append(tuple(bits_of(part) for part in parts_of((*out, again))))
+        assert again[0].dtype == rows.dtype and torch.equal(out[0][1] * 2, again[1])
+    same(*made)
+
+
+def bits_of(part):
+    is_bytes = isinstance(part, torch.Tensor) and part.itemsize == 1
+    return part.view(torch.uint8) if is_bytes else part
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("scales", ["plain", "packed", "by column", "one"])
+def test_fp8_at_once(ranks, num_ranks, scales):
+    ranks(of_fp8, num_ranks, scales)
+
+
 def with_gradients(x, weights, call):
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     made = call(x, weights)
@@ -301,13 +336,13 @@ def in_steps(rank, num_ranks, group):
     given = routing_of(buffer, case)
     event = buffer.capture()
     rows, *_, handle, _ = buffer.dispatch(case.x, **given)
-    fp8 = (torch.zeros(len(case.x), 32, dtype=torch.uint8), torch.ones(len(case.x), 1))
+    wrong = [torch.zeros(len(case.x), 32, dtype=torch.uint8), torch.ones(len(case.x), 1)]
     for x, more in (
         (case.x, {"previous_event": event}),
         (case.x, {"async_finish": True}),
         (case.x, {"num_worst_tokens": 64}),
         (case.x, {"topk_idx": None, "topk_weights": None}),
-        (fp8, {}),
+        (wrong, {}),  # a list
         (case.x.view(torch.uint8), {}),
         (torch.nn.Parameter(case.x), {}),
     ):

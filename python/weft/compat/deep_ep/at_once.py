@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The normal calls of a `Buffer` as they mostly are: on the current stream, among the ranks of one
-host, of plain rows. Each is one call of the core then, which has the rules; buffer.py makes the
-others in steps, and those that are refused."""
+host, of rows that combine can sum, or FP8 with scales. Each is one call of the core then, which has
+the rules; buffer.py makes the others in steps, and those that are refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from weft.run.calls import count
 
 from .config import Config
 from .handles import Handle
+from .payload import Rows
 from .runtime import MIN_TOKENS, MIN_TOPK, ExchangePool, Runtime, found_at_once
 from .utils.event import EventOverlap
 
@@ -47,7 +48,7 @@ class CallsAtOnce:
     def _rows_at_once(
         self,
         name: str,
-        tensors: tuple[Tensor, Tensor, Tensor],
+        tensors: tuple[Rows, Tensor, Tensor],
         layout: tuple[Tensor | None, ...] | int,
         config: Config | None,
         alignment: int = 1,
@@ -74,12 +75,13 @@ class CallsAtOnce:
             return None
         pool.last = exchange
         count(name)
-        plan, (rows, weights, _, experts, _, _), counts = made
+        plan, (rows, weights, scales, experts, _, _), counts = made
+        moved = rows if scales is None else (rows, scales)
         in_rank = layout[3] if type(layout) is tuple else None
         handle = Handle(plan, in_rank, True, None, num_sms // 2, hosts)
-        return rows, experts, weights, counts, handle, EventOverlap()
+        return moved, experts, weights, counts, handle, EventOverlap()
 
-    def _rows_again_at_once(self, x: Tensor, handle: Handle, config: Config | None) -> tuple | None:
+    def _rows_again_at_once(self, x: Rows, handle: Handle, config: Config | None) -> tuple | None:
         """`dispatch` by a handle."""
         told = _core.num_told()
         try:
