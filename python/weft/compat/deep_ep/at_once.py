@@ -55,7 +55,7 @@ class CallsAtOnce:
     ) -> tuple | None:
         """`dispatch` of x, topk_idx and topk_weights by a layout, or `dispatch_by_topk` with the
         number of experts in its place."""
-        told = _core.num_told()
+        told, exchange = _core.num_told(), None
         try:
             runtime = self.runtime
             pool, hosts = runtime.exchanges, runtime.hosts
@@ -70,7 +70,7 @@ class CallsAtOnce:
             how = (layout, alignment)
             made = exchange.dispatch_at_once("dispatch_rows", tensors, how, num_sms, stream)
         except BaseException as error:
-            return found_at_once(error, told, name, self._pool, layout="rank_major")
+            return found_at_once(error, told, name, self._pool, by=exchange, layout="rank_major")
         if made is None:
             return None
         pool.last = exchange

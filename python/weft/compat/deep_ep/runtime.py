@@ -285,18 +285,20 @@ def found_at_once(
     name: str,
     pool: ExchangePool | None,
     verb: str = "plan_and_dispatch",
-    handle: Any = None,
+    by: Any = None,
     **options: Any,
 ) -> None:
     """What a call has met that was to be one of the core, and began when `_core.num_told` was
     `told`. It is raised if the other ranks know of the call, or have to hear of an interrupt; else
-    nothing has begun, and the call goes on in steps. name, verb, options: as for `Call`; handle:
-    the call's, if it may be one."""
+    nothing has begun, and the call goes on in steps. name, verb, options: as for `Call`. by: what
+    it was given as a handle, or the exchange that it was for, None if that is unknown."""
     if isinstance(error, Exception) and _core.num_told() == told:
         return
     with Call(name, pool, verb, told, **options) as call:
-        plan = getattr(handle, "plan", None)
-        if isinstance(plan, Plan):
+        plan = getattr(by, "plan", None)
+        if isinstance(by, Exchange):
+            call.exchange = by
+        elif isinstance(plan, Plan):
             call.by(plan)
         raise error
 

@@ -313,7 +313,7 @@ class HybridEPBuffer:
         """`dispatch_with_permute` as it mostly is: one call of the core, by hidden, topk_idx and
         topk_weights, routing_map and probs. None, and nothing has begun, where there is more to it,
         or something is wrong with what it was given."""
-        name, told = "dispatch_with_permute", _core.num_told()
+        name, told, exchange = "dispatch_with_permute", _core.num_told(), None
         try:
             pool, settings = self.runtime, self._settings
             exchange = pool.planned
@@ -335,7 +335,7 @@ class HybridEPBuffer:
             )
         except BaseException as error:
             wants = {"layout": "expert_major", "overflow": "error"}
-            return found_at_once(error, told, name, self.runtime, **wants)
+            return found_at_once(error, told, name, self.runtime, by=exchange, **wants)
         if made is None:
             return None
         pool.last = exchange
