@@ -37,8 +37,8 @@ bool has_shape(nb::handle tensor, uint64_t types, int64_t rows, int64_t cols) {
 // Whether x has rows that travel as they are on an exchange.
 bool are_rows(Calls& calls, nb::handle x, int64_t num_rows) {
   const int64_t hidden = calls.exchange().config().hidden;
-  const uint64_t whole =
-      hidden % 8 == 0 ? kFloats : kFloat32;  // of 16 bytes, or several times that
+  // Of these a row has 16 bytes, or several times that.
+  const uint64_t whole = hidden % 8 == 0 ? kFloats : kFloat32;
   return hidden % 4 == 0 && has_shape(x, whole, num_rows, hidden);
 }
 
@@ -51,8 +51,9 @@ nb::tuple sent_of(nb::handle x, nb::handle weights, nb::handle scales) {
 struct Rows {
   nb::object x;
   nb::object scales = nb::none();
-  bool is_good;  // and plain; num_rows: -1 for any
+  bool is_good = false;  // and plain
 
+  // num_rows: -1 for any.
   Rows(Calls& calls, nb::handle given, int64_t num_rows) : x(nb::borrow(given)) {
     if (!nb::isinstance<nb::tuple>(given)) {
       is_good = are_rows(calls, x, num_rows);
@@ -140,13 +141,12 @@ nb::object dispatch_rows(
 
 // dispatch_with_permute of deep_ep.HybridEPBuffer by a new routing, of as many rows as come.
 // tensors: hidden, topk_idx, topk_weights, routing_map, probs. num_experts: E, or None where the
-// map says it. Counts: int64 [El] on the CPU, padding included, in `counts` if that is given.
+// map says it. No counts: whoever has memory for them asks the plan.
 nb::object dispatch_routes(
     Calls& calls,
     const nb::tuple& tensors,
     std::optional<int64_t> num_experts,
     int64_t pad_multiple,
-    nb::handle counts,
     uintptr_t stream,
     int num_sms,
     nb::handle pool_of
@@ -189,9 +189,9 @@ nb::object dispatch_routes(
   options.pad_multiple = pad_multiple;
   options.overflow = Overflow::kError;
   Place{stream, num_sms}.set(options);
-  const nb::tuple found = plan_and_dispatch(calls, routes, given, options, {pool_of, {}, false});
-  const auto& plan = nb::cast<const Plan&>(found[0]);
-  return planned(found, tensor_of(plan.padded_rows_per_expert(), counts), sent);
+  return planned(
+      plan_and_dispatch(calls, routes, given, options, {pool_of, {}, false}), none, sent
+  );
 }
 
 // dispatch of deep_ep.Buffer by the plan of a handle.
@@ -252,12 +252,11 @@ void bind_at_once(nb::class_<Calls>& exchange) {
           arg("tensors"),
           arg("num_experts").none(),
           arg("pad_multiple"),
-          arg("counts").none(),
           arg("stream"),
           arg("num_sms"),
           arg("pool_of").none(),
           "The same of dispatch_with_permute of deep_ep.HybridEPBuffer; tensors: hidden, topk_idx, "
-          "topk_weights, routing_map, probs. counts: memory for them, or None."
+          "topk_weights, routing_map, probs. The counts are None."
       )
       .def(
           "dispatch_rows_again",
@@ -268,8 +267,7 @@ void bind_at_once(nb::class_<Calls>& exchange) {
           arg("num_sms"),
           arg("pool").none(),
           "dispatch of deep_ep.Buffer by the plan of a handle: rows, or FP8 and scales. None where "
-          "it "
-          "is more."
+          "it is more."
       )
       .def(
           "combine_rows",

@@ -336,9 +336,9 @@ class Exchange:
         dispatch of deep_ep.Buffer by top-k: what it asks of x, topk_idx and topk_weights, and of a layout or the number of experts; what plan_and_dispatch returns; the counts of experts; and what `dispatch` has still to send if there is no room yet. None where it is more than this.
         """
 
-    def dispatch_routes(self, tensors: tuple[object, ...], num_experts: int | None, pad_multiple: int, counts: Tensor | None, stream: int, num_sms: int, pool_of: Callable[[Exchange], tuple[int, int] | None] | None) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None, Tensor, tuple[Tensor | None, ...]] | None:
+    def dispatch_routes(self, tensors: tuple[object, ...], num_experts: int | None, pad_multiple: int, stream: int, num_sms: int, pool_of: Callable[[Exchange], tuple[int, int] | None] | None) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None, None, tuple[Tensor | None, ...]] | None:
         """
-        The same of dispatch_with_permute of deep_ep.HybridEPBuffer; tensors: hidden, topk_idx, topk_weights, routing_map, probs. counts: memory for them, or None.
+        The same of dispatch_with_permute of deep_ep.HybridEPBuffer; tensors: hidden, topk_idx, topk_weights, routing_map, probs. The counts are None.
         """
 
     def dispatch_rows_again(self, x: object, plan: Plan, stream: int, num_sms: int, pool: tuple[int, int] | None) -> Tensor | tuple[Tensor, Tensor] | None:

@@ -357,8 +357,8 @@ class Exchange(ExchangeBegin):
         "dispatch_rows" of x, topk_idx and weights, or "dispatch_routes"; how: what follows its
         tensors. stream: the current one, if the caller knows it. routing: top-k and map, if not
         tensors[1].
-        Returns the plan; rows, weights, scales, experts, sources and counts of `Beside`; and the
-        counts of experts. None, and what it raises: see `dispatch_blocks_at_once`."""
+        Returns the plan; rows, weights, scales, experts, sources and counts of `Beside`; and what
+        `verb` tells of experts. None, and what it raises: see `dispatch_blocks_at_once`."""
         core = self._core
         if core is None or ranges.IS_ON or overlap_settings.is_on():
             return None

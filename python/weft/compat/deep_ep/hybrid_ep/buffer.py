@@ -297,8 +297,7 @@ class HybridEPBuffer:
                 if non_blocking:
                     tokens_per_expert = out.plan.padded_rows_per_expert.clone()
                 else:
-                    memory = self._counts_of(out.plan.exchange)
-                    tokens_per_expert = out.plan.core.padded_rows_on_host(memory)
+                    tokens_per_expert = self._counts_of(out.plan)
         row_probs = None if out.weights is None else out.weights.view(-1)
         return out.rows, row_probs, out.scales, tokens_per_expert, handle
 
@@ -328,7 +327,7 @@ class HybridEPBuffer:
                     given, _ = spread(topk_idx, topk_weights, total)
                 return None, given
 
-            how = (total, pad_multiple or 1, self._counts_of(exchange))
+            how = (total, pad_multiple or 1)
             num_sms = settings.num_of_blocks_dispatch_api
             made = exchange.dispatch_at_once(
                 "dispatch_routes", tensors, how, num_sms, routing=routing
@@ -340,15 +339,20 @@ class HybridEPBuffer:
             return None
         pool.last = exchange
         count(name)
-        plan, (rows, probs, *_), counts = made
+        plan, (rows, probs, *_), _ = made
         config = self._config(hidden, plan, pad_multiple, fuse)
         handle = PermuteHandle(plan, config, has_budget=False)
-        return rows, None if probs is None else probs.view(-1), None, counts, handle
+        row_probs = None if probs is None else probs.view(-1)
+        return rows, row_probs, None, self._counts_of(plan), handle
 
-    def _counts_of(self, exchange: Exchange) -> Tensor | None:
-        """Memory for the counts of a call, int64 [El], pinned; None where any serves."""
-        if exchange.gpu < 0:
-            return None
+    def _counts_of(self, plan: Plan) -> Tensor:
+        """int64 [El] on the host, pinned on a machine with GPUs: rows of each expert, padding
+        included."""
+        memory = None if plan.exchange.gpu < 0 else self._pinned_counts(plan.exchange)
+        return plan.core.padded_rows_on_host(memory)
+
+    def _pinned_counts(self, exchange: Exchange) -> Tensor:
+        """Memory for counts that nobody else has."""
         left = self._pinned.setdefault(exchange.num_local_experts, [])
         try:
             return left.pop()
