@@ -56,6 +56,16 @@ class _NCCLEPManager(ByExpertManager):
         self.token_indices: Tensor | None = None
         # int64 [1] where the tokens are: the most rows that a call with a budget would have needed.
         self.required_recv: Tensor | None = None
+        self._received: tuple[Any, ...] = ()  # the last rows' shape, dtype and device
+
+    @property
+    def _zc_bwd_token_buf(self) -> Tensor | None:
+        """Memory for the gradient of the last received rows, into which Megatron-LM's schedule
+        copies it with moe_ncclep_zero_copy. Any will do here. None before a dispatch."""
+        if not self._received:
+            return None
+        shape, dtype, device = self._received
+        return torch.empty(shape, dtype=dtype, device=device)
 
     def _functions(self) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
         found = manager.backend("ncclep")
@@ -93,6 +103,7 @@ class _NCCLEPManager(ByExpertManager):
         rows, self.tokens_per_expert, self.dispatched_probs = dispatch(
             self.handle, hidden_states, self.token_indices, probs
         )
+        self._received = (rows.shape, rows.dtype, rows.device)
         if budget is not None:
             total = self.handle.total_recv_tokens
             self._note_overflow(total > budget)
