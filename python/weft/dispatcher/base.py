@@ -87,6 +87,7 @@ class MoETokenDispatcher:
         self.hidden_shape: torch.Size | None = None
         # Attributes that the phases after dispatch_preprocess read, for schedules that replay it.
         self.cudagraph_attrs: list[str] = []
+        self.valid_cudagraph_attrs: list[str] | None = None  # Megatron-LM notes which are tensors
 
     def _take_experts(self, num_local_experts: int, local_expert_indices: list[int]) -> None:
         """Raises AssertionError unless these are `num_local_experts` consecutive experts."""

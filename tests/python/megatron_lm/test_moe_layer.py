@@ -8,6 +8,7 @@ this file, and what is expected is computed densely, on the CPU, from everybody'
 import functools
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -260,3 +261,37 @@ def staged(rank, num_ranks, group, folder):
 
 def test_newer_schedule_may_stage_gradients(newer_ranks):
     newer_ranks(staged, 2, str(wheel("megatron-core 0.19.2")))
+
+
+def captured(rank, num_ranks, group):
+    """What Megatron takes out of a graph of the router and the preprocessing."""
+    from megatron.core.transformer.moe.moe_utils import MoECudaGraphPartialCaptureSignal
+
+    from weft.dispatcher import DispatcherConfig, DispatcherGroups, MoEFlexTokenDispatcher
+
+    for backend, routing in (("deepep", "token_indices"), ("hybridep", "routing_map")):
+        config = DispatcherConfig(
+            num_moe_experts=EXPERTS,
+            moe_token_dispatcher_type="flex",
+            moe_flex_dispatcher_backend=backend,
+        )
+        groups = DispatcherGroups(group, None, group)
+        made = MoEFlexTokenDispatcher(EXPERTS, list(range(EXPERTS)), config, groups)
+        x = inputs(rank, 6)[0].view(6, HIDDEN)
+        routing_map = torch.zeros(6, EXPERTS, dtype=torch.bool)
+        routing_map[:, :TOPK] = True
+        for _ in range(2):
+            hidden, probs = made.dispatch_preprocess(x, routing_map, routing_map / TOPK)
+            given = {"hidden_states": hidden, "probs": probs}
+            layer = SimpleNamespace(token_dispatcher=made)
+            signal = MoECudaGraphPartialCaptureSignal(layer, "preprocess", **given)
+            outputs = signal.get_early_return_outputs(x, None)
+            kept = (hidden, probs, made._comm_manager.token_probs)
+            wanted = [*kept, getattr(made._comm_manager, routing)]
+            assert all(one is other for one, other in zip(outputs, wanted, strict=True))
+        names = ["_comm_manager.token_probs", f"_comm_manager.{routing}"]
+        assert made.valid_cudagraph_attrs == names
+
+
+def test_graphs_of_the_preprocessing_find_what_they_keep(ranks):
+    ranks(captured, 1)
