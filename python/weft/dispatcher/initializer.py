@@ -2,7 +2,6 @@
 """What NeMo Automodel runs before the first step of a pipeline, so that no stage waits for what the
 one before it makes at its first dispatch."""
 
-import os
 from typing import Any
 
 import torch
@@ -86,4 +85,6 @@ class HybridEPPipelineRuntimeInitializer:
 
 
 def _combine_chunk() -> int:
-    return int(os.environ.get("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", "64"))
+    from weft.compat import environment
+
+    return environment.number("NUM_OF_TOKENS_PER_CHUNK_COMBINE_API", default=64, least=0)

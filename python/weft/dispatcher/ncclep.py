@@ -2,7 +2,6 @@
 """The flex backend under the name of NCCL EP: top-k choices travel, rows arrive by expert, padded.
 flex.py makes it."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -127,10 +126,12 @@ class _NCCLEPManager(ByExpertManager):
 def _check_low_precision_experts() -> None:
     """Raises ValueError where Transformer Engine's grouped experts in FP8 or FP4 do not run that
     ignore unused rows."""
+    from weft.compat import environment
+
     text = "ncclep: moe_expert_rank_capacity_factor with fp8 or fp4 needs"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 10:
         raise ValueError(f"{text} a GPU of compute capability 10 or more")
-    if int(os.environ.get("NVTE_CUTEDSL_FUSED_GROUPED_MLP") or 0) < 1:
+    if environment.number("NVTE_CUTEDSL_FUSED_GROUPED_MLP", default=0, least=0) < 1:
         raise ValueError(f"{text} NVTE_CUTEDSL_FUSED_GROUPED_MLP=1 in the environment")
 
 

@@ -45,7 +45,8 @@ def test_page_lists_what_the_code_knows():
 
 def test_code_reads_what_it_says():
     package = Path(environment.__file__).parents[1]
-    sources = [*package.glob("compat/**/*.py"), *package.glob("fused_a2a/*.py")]
+    folders = ("compat/**/*.py", "dispatcher/*.py", "fused_a2a/*.py")
+    sources = [path for folder in folders for path in package.glob(folder)]
     texts = {path.relative_to(package).as_posix(): path.read_text() for path in sources}
     del texts["compat/environment.py"]
     code = "\n".join(texts.values())
