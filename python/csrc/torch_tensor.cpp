@@ -466,7 +466,9 @@ void NewTensors::shorten(size_t place, int64_t rows, int64_t cols) {
       torch.free(std::exchange(handle, part));
       return;
     }
-    objects_[place] = torch.to_tensor(nb::capsule(std::exchange(handle, nullptr)));
+    nb::list capsule;
+    capsule.append(nb::capsule(std::exchange(handle, nullptr)));
+    objects_[place] = torch.to_tensors(capsule)[0];
   }
   objects_[place].attr("resize_")(rows, cols);
 }
