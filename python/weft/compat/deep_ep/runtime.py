@@ -80,7 +80,8 @@ class ExchangePool:
         exchange grows by itself later.
         """
         old = self._exchanges.get(key)  # mostly one that is enough: that needs no lock
-        if old is not None and old.max_tokens >= max_tokens and self._is_agreed(most, key):
+        is_known = most is None or most in self._agreed or self._is_capturing(key)
+        if old is not None and old.max_tokens >= max_tokens and is_known:
             if callable(max_topk) or old.max_topk >= max_topk:
                 return old
         hidden, num_experts, device = key
@@ -90,7 +91,7 @@ class ExchangePool:
                 max_topk = old.max_topk
             is_enough = old is not None and old.max_tokens >= max_tokens
             is_enough = is_enough and old.max_topk >= min(max_topk, MAX_TOPK)
-            if is_enough and self._is_agreed(most, key):
+            if is_enough and is_known:
                 return old
             if self.last is not None:
                 self.last.announce(verb, hidden, num_experts, **options)
@@ -126,10 +127,9 @@ class ExchangePool:
             self._exchanges[key] = new
             return new
 
-    def _is_agreed(self, most: int | None, key: Key) -> bool:
-        """Or nobody can be asked: nothing but the GPU's work goes on inside a capture."""
-        if most is None or most in self._agreed:
-            return True
+    @staticmethod
+    def _is_capturing(key: Key) -> bool:
+        """Then nobody can be asked: nothing but the GPU's work goes on inside a capture."""
         return key[2].type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _agree(self, most: int) -> None:
