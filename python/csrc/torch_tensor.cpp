@@ -466,9 +466,9 @@ void NewTensors::shorten(size_t place, int64_t rows, int64_t cols) {
       torch.free(std::exchange(handle, part));
       return;
     }
-    nb::list capsule;
-    capsule.append(nb::capsule(std::exchange(handle, nullptr)));
-    objects_[place] = torch.to_tensors(capsule)[0];
+    nb::list capsules;
+    capsules.append(nb::capsule(std::exchange(handle, nullptr)));
+    objects_[place] = torch.to_tensors(capsules)[0];
   }
   objects_[place].attr("resize_")(rows, cols);
 }

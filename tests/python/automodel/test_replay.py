@@ -53,22 +53,30 @@ def leaves(rank, num_tokens):
 def layouts_counted(fused_a2a):
     """The dispatches inside whose routing was new, by the buffers that made them."""
     made = []
-    rows, grouped = fused_a2a.Buffer._send, fused_a2a.HybridEPBuffer
+    buffer, grouped = fused_a2a.Buffer, fused_a2a.HybridEPBuffer
+    in_steps, at_once = buffer._send, buffer._rows_at_once
 
     def send(*given, **options):
         made.append("deepep")
-        return rows(*given, **options)
+        return in_steps(*given, **options)
+
+    def send_at_once(*given):
+        sent = at_once(*given)
+        made.extend(["deepep"] * (sent is not None))
+        return sent
 
     def permute(buffer, **options):
         made.extend(["hybridep"] * (options.get("handle") is None))
         return dispatch(buffer, **options)
 
     dispatch = grouped.dispatch_with_permute
-    fused_a2a.Buffer._send, grouped.dispatch_with_permute = send, permute
+    buffer._send, buffer._rows_at_once = send, send_at_once
+    grouped.dispatch_with_permute = permute
     try:
         yield made
     finally:
-        fused_a2a.Buffer._send, grouped.dispatch_with_permute = rows, dispatch
+        buffer._send, buffer._rows_at_once = in_steps, at_once
+        grouped.dispatch_with_permute = dispatch
 
 
 def block(fused_a2a, name, group, x, probs, experts):

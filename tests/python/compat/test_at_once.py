@@ -2,6 +2,9 @@
 """Normal calls and those of HybridEP as they mostly are, each one call of the core, against the
 same calls in steps; and what has to go in steps."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from buffer_cases import Case
@@ -398,3 +401,29 @@ def interrupted(rank, num_ranks, group):
 
 def test_an_interrupt_before_the_call_is_told(ranks):
     ranks(interrupted, 2)
+
+
+def given_back(rank, num_ranks, group):
+    """What calls return goes when nobody has it, also what was shorter than its memory."""
+    case = Case(rank, group, 2 * num_ranks, 2, (400, 300))
+    buffer = Buffer(group)
+    numbers = (400, 390, 400, 396)
+    kept = []
+    for in_steps in (False, True):
+        with Ways(in_steps):
+            for number in numbers:
+                case.x, case.idx, case.weights = (
+                    part[:number].contiguous() for part in (case.all_x[0], case.all_idx[0], WHOLE)
+                )
+                made = parts_of(normal(buffer, case))
+                kept += [weakref.ref(part) for part in made if isinstance(part, torch.Tensor)]
+                del made
+    gc.collect()
+    assert kept and not any(ref() is not None for ref in kept)
+
+
+WHOLE = torch.full((400, 2), 0.5)
+
+
+def test_results_are_given_back(ranks):
+    ranks(given_back, 2)
