@@ -221,9 +221,11 @@ __device__ inline void write_shape(
   for (uint32_t expert = threadIdx.x; expert < call.plan.map.num_experts; expert += blockDim.x) {
     to.global_routes()[expert] = all_rows[expert];
   }
-  const uint32_t num_places = place.num_ranks * call.plan.map.replicas;
-  for (uint32_t i = threadIdx.x; i < num_places; i += blockDim.x) {  // there before the plan
-    to.placement()[i] = call.plan.placement()[i];
+  if (call.is_second) {  // what few plans have is not fetched by all
+    const uint32_t num_places = place.num_ranks * call.plan.map.replicas;
+    for (uint32_t i = threadIdx.x; i < num_places; i += blockDim.x) {  // there before the plan
+      to.placement()[i] = call.plan.placement()[i];
+    }
   }
   for (uint32_t local = threadIdx.x; local < group.per_rank; local += blockDim.x) {
     const uint32_t expert = me * group.per_rank + local;
