@@ -199,10 +199,11 @@ Memory::Gpu reserved_by_gpu(const Scenario& scenario) {
   for (const int member : domains.near()) {
     rounds = std::max<uint64_t>(rounds, 1 + domains.forwarded_by(member).size());
   }
+  const uint64_t second_words = map.num_bytes() - map.second_word_offset(0, 0);
   Memory::Gpu gpu = {
       .signals = map.word_offset(0, 0),
-      .words = map.weights_offset(0) - map.word_offset(0, 0),
-      .weights = map.num_bytes() - map.weights_offset(0),
+      .words = map.weights_offset(0) - map.word_offset(0, 0) + second_words,
+      .weights = map.num_bytes() - map.weights_offset(0) - second_words,
       .plan = rounds * block.num_bytes(),
       .staging = staging_of_gpu(scenario, static_cast<int>(members))};
   if (domains.has_several()) {

@@ -80,20 +80,21 @@ TEST(DeviceControlTest, KeepsRoutingOfTwoCallsAndOfEveryRankApart) {
   EXPECT_GE(map.routing_offset(7, 0), map.routing_offset(6, 3) + bytes);
   EXPECT_GE(map.eager_slots_offset(0), map.routing_offset(7, 3) + bytes);
   EXPECT_GE(map.eager_slots_offset(1), map.eager_slots_offset(0) + 800 * sizeof(EagerSlot));
-  EXPECT_EQ(map.eager_slots_offset(4), map.num_bytes());
+  EXPECT_EQ(map.eager_slots_offset(4), map.second_word_offset(6, 0));
 }
 
 // Nothing of one call's second handshake lies on another call's, or on what else there is.
 TEST(DeviceControlTest, KeepsSecondHandshakesApart) {
-  const DeviceControlMap map = {4, 256, 100, 8};
+  const uint32_t eager = eager_row_room(4, 100, 8, 7168);
+  const DeviceControlMap map = {4, 256, 100, 8, eager, copied_token_room(8, 7168)};
   const uint64_t bytes = sizeof(DeviceHandshake) + sizeof(int32_t) * (4 + 256 + 4 * kMostReplicas);
-  EXPECT_GE(map.second_word_offset(6, 0), map.word_offset(7, 3) + map.word_stride);
+  EXPECT_GE(map.second_word_offset(6, 0), map.copied_offset(1, 3) + map.copied_stride);
   for (const uint32_t epoch : {6U, 7U}) {
     EXPECT_GE(map.second_word_offset(epoch, 1), map.second_word_offset(epoch, 0) + bytes);
     EXPECT_EQ(map.second_word_offset(epoch, 3), map.second_word_offset(epoch + 2, 3));
   }
   EXPECT_GE(map.second_word_offset(7, 0), map.second_word_offset(6, 3) + bytes);
-  EXPECT_GE(map.weights_offset(0), map.second_word_offset(7, 3) + bytes);
+  EXPECT_GE(map.num_bytes(), map.second_word_offset(7, 3) + bytes);
   const SignalSlots signals = map.signals();
   EXPECT_EQ(signals.second_word(6, 0), signals.copying(4));
   EXPECT_EQ(signals.second_word(7, 0), signals.second_word(6, 4));
@@ -102,7 +103,7 @@ TEST(DeviceControlTest, KeepsSecondHandshakesApart) {
 
 TEST(DeviceControlTest, NeedsNoMemoryWithoutEagerRows) {
   const DeviceControlMap map = {4, 256, 4096, 8, eager_row_room(4, 4096, 8, 7168)};
-  EXPECT_EQ(map.num_bytes(), map.stamp_offset() + 128);
+  EXPECT_EQ(map.second_word_offset(6, 0), map.stamp_offset() + 128);
 }
 
 // Each source has its block in each of the two areas, behind all else.
@@ -113,10 +114,10 @@ TEST(DeviceControlTest, KeepsCopiedRowsApart) {
     const DeviceControlMap without = {4, 256, 100, 8, eager};
     const DeviceControlMap map = {4, 256, 100, 8, eager, token};
     EXPECT_GE(map.copied_stride, 100 * token);
-    EXPECT_EQ(map.copied_offset(0, 0), without.num_bytes());
+    EXPECT_EQ(map.copied_offset(0, 0), without.second_word_offset(6, 0));
     EXPECT_EQ(map.copied_offset(0, 1), map.copied_offset(0, 0) + map.copied_stride);
     EXPECT_EQ(map.copied_offset(1, 0), map.copied_offset(0, 4));
-    EXPECT_EQ(map.num_bytes(), map.copied_offset(1, 4));
+    EXPECT_EQ(map.second_word_offset(6, 0), map.copied_offset(1, 4));
     EXPECT_EQ(map.eager_slots_offset(4), without.eager_slots_offset(4));
   }
 }
