@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from buffer_cases import Case
+from interrupts import refused_by_interrupt
 
 import weft
 from weft import fused_a2a
@@ -379,24 +380,12 @@ def interrupted(rank, num_ranks, group):
     buffer.dispatch(wide, **given)  # on another exchange, which is not the last one of a call
     buffer.combine(rows, handle)
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    usual = Buffer._num_sms
-    for call in (
+    calls = (
         lambda: buffer.dispatch(wide, **given),
         lambda: buffer.dispatch(case.x, handle=handle),
         lambda: buffer.combine(rows, handle),
-    ):
-        try:
-            if is_stopped:
-                Buffer._num_sms = stop
-            with pytest.raises(KeyboardInterrupt if is_stopped else weft.InvalidArgument) as found:
-                call()
-        finally:
-            Buffer._num_sms = usual
-        assert is_stopped or f"rank {num_ranks - 1}" in str(found.value)
-        call()
+    )
+    refused_by_interrupt(calls, Buffer, "_num_sms", is_stopped, num_ranks - 1)
 
 
 def test_an_interrupt_before_the_call_is_told(ranks):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from buffer_cases import NUM_MAX, check_handle, low_latency_case
+from interrupts import refused_by_interrupt
 
 import weft
 from weft.compat.deep_ep.low_latency import LowLatencyMode
@@ -259,24 +260,11 @@ def interrupted(rank, num_ranks, group):
     given = (case.x, case.idx, NUM_MAX, case.num_experts)
     rows, _, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=False)
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    usual = LowLatencyMode._is_plain
     calls = (
         lambda: buffer.low_latency_dispatch(*given, use_fp8=False),
         lambda: buffer.low_latency_combine(rows, case.idx, case.weights, handle),
     )
-    for call in calls:
-        try:
-            if is_stopped:
-                LowLatencyMode._is_plain = stop
-            with pytest.raises(KeyboardInterrupt if is_stopped else weft.InvalidArgument) as found:
-                call()
-        finally:
-            LowLatencyMode._is_plain = usual
-        assert is_stopped or f"rank {num_ranks - 1}" in str(found.value)
-        call()
+    refused_by_interrupt(calls, LowLatencyMode, "_is_plain", is_stopped, num_ranks - 1)
 
 
 def test_an_interrupt_before_the_call_is_told(ranks):
