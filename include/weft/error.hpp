@@ -20,6 +20,7 @@ enum class ErrorCode {
   kFile,  // a missing, truncated or foreign file; the message names it
   kCuda,
   kInternal,     // a defect in Weft
+  kRanksLost,    // with PeerLoss::kShrink on GPUs: calls are void, and the exchange goes on
   kInterrupted,  // the calling program wants a call to stop that waits (Ctrl-C)
 };
 
@@ -46,7 +47,7 @@ class TimeoutError final : public Error {
   using Error::Error;
 };
 
-class PeerError final : public Error {
+class PeerError final : public Error {  // kPeerFailed, kRanksLost
   using Error::Error;
 };
 

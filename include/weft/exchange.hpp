@@ -66,6 +66,11 @@ enum class PeerLoss : uint8_t {
   // given up and comes back gets a PeerError. Threads of one process are lost only by leaving. A
   // process is late when nothing was heard of it for the timeout; a wait for ranks that are all
   // heard of ends after twice that, and the exchange with it, as with kFail.
+  // GPUs of one host: the kernels that wait end at once, and the next call, or check(), of every
+  // rank that is left throws a PeerError of code kRanksLost once all of these have come to it. The
+  // last CallReport::void_calls calls of a rank are void then; the exchange goes on without the
+  // lost ranks, captured graphs too, and plans from before are refused. Not with copy_engines, and
+  // no plans with replicas once a rank is lost.
   kShrink,
 };
 
@@ -89,7 +94,8 @@ struct ExchangeConfig {
   bool copy_engines = false;
   std::chrono::milliseconds timeout = std::chrono::seconds(30);  // of every wait
   PeerLoss on_peer_loss = PeerLoss::kFail;
-  // With kShrink: called by the thread of a call that has lost ranks, before the call returns.
+  // With kShrink: called by the thread of a call that has lost ranks, before the call returns or,
+  // on GPUs, throws.
   std::function<void(const CallReport&)> on_loss = {};
 };
 
@@ -101,6 +107,9 @@ struct CallReport {
   // Experts that no rank alive has, ascending: those of lost ranks, but for those of which the last
   // plan was given a replica elsewhere (Balancing::placement).
   std::vector<int> lost_experts = {};
+  // GPUs: so many of this rank's last calls have to be made again, those of replayed graphs
+  // included, to be where the others are.
+  int64_t void_calls = 0;
 };
 
 // Rows in memory that peers can write: dispatch into it needs no staging copy. Returns to the

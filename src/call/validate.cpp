@@ -378,11 +378,24 @@ void validate_config(const ExchangeConfig& config, const Context& context) {
   check("device.index", config.device.index, 0, kMaxInt32);
   WEFT_CHECK(
       context,
-      config.on_peer_loss == PeerLoss::kFail || config.device.kind == Device::Kind::kCpu,
+      config.on_peer_loss == PeerLoss::kFail || config.device.kind == Device::Kind::kCpu ||
+          !config.copy_engines,
       ErrorCode::kUnsupported,
-      "exchange: on_peer_loss = shrink on {} (so far on CPUs)",
+      "exchange: on_peer_loss = shrink with copy_engines on {}",
       device_text(config.device)
   );
+}
+
+void check_masked(std::span<const int> ranks, const Context& context) {
+  for (const int rank : ranks) {
+    WEFT_CHECK_ARG(
+        context,
+        rank >= 0 && rank < context.num_ranks && rank != context.rank,
+        "mask: rank {} (expected others of the {} ranks)",
+        rank,
+        context.num_ranks
+    );
+  }
 }
 
 void agree_on_config(

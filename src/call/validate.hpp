@@ -4,6 +4,7 @@
 #pragma once
 
 #include <functional>
+#include <span>
 
 #include "core/check.hpp"
 #include "plan/plan_data.hpp"
@@ -12,6 +13,9 @@
 namespace weft {
 
 void validate_config(const ExchangeConfig& config, const Context& context);
+
+// Exchange::mask().
+void check_masked(std::span<const int> ranks, const Context& context);
 
 // Collective. A config that is wrong or different on one rank is an error on all. `more_checks` may
 // throw what only the chosen executor knows.

@@ -31,6 +31,7 @@ void raise_error(
     case ErrorCode::kTimeout:
       throw TimeoutError(code, message, context.rank, position);
     case ErrorCode::kPeerFailed:
+    case ErrorCode::kRanksLost:
       throw PeerError(code, message, context.rank, position);
     default:
       break;
@@ -58,6 +59,7 @@ std::string_view error_code_name(ErrorCode code) {
       "file",
       "cuda",
       "internal",
+      "ranks lost",
       "interrupted"};
   return name_of(code, kNames);
 }

@@ -16,12 +16,12 @@
 #include "cpu/call.hpp"
 #include "cpu/protocol/buffer_pool.hpp"
 #include "cpu/protocol/call_board.hpp"
-#include "cpu/survive/survival.hpp"
 #include "group/invitation.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 #include "plan/plan_data.hpp"
 #include "plan/without.hpp"
+#include "survive/survival.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a process has to know to take the place of a rank that was lost: where the memory is by
-// which the ranks of an exchange know of each other's life (cpu/survive/roll.hpp).
+// which the ranks of an exchange know of each other's life (survive/roll.hpp).
 #pragma once
 
 #include <array>

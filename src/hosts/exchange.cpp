@@ -52,7 +52,15 @@ HostsExchange::HostsExchange(
     const Group& group, const ExchangeConfig& wanted, const std::vector<std::vector<int>>& domains
 )
     : settings_(wanted) {
-  agree_on_config(group, settings_);
+  agree_on_config(group, settings_, [&] {
+    WEFT_CHECK(
+        context_of(group),
+        settings_.on_peer_loss == PeerLoss::kFail,
+        ErrorCode::kUnsupported,
+        "exchange: on_peer_loss = shrink on GPUs of {} domains (so far of one)",
+        domains.size()
+    );
+  });
   const std::string gpu = pci_address(settings_.device.index);
   network_ = std::make_unique<Network>(group, network_config(wanted), domains, gpu);
   const auto members = network_->domains().near();

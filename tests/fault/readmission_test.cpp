@@ -12,11 +12,11 @@
 #include <thread>
 #include <unistd.h>
 
-#include "cpu/survive/roll.hpp"
 #include "fault/spare.hpp"
 #include "fault/survival_cases.hpp"
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
+#include "survive/roll.hpp"
 #include "survivors/shared.hpp"
 #include "survivors/survivors.hpp"
 

@@ -119,6 +119,16 @@ RankRouting make_routing(const ExchangeSetup& setup, const Case& spec, RouteTabl
   return routing;
 }
 
+// What becomes of routes to the experts of ranks that are lost.
+void drop_lost(const ExchangeSetup& setup, const Case& spec, RouteTable& table) {
+  const int per_rank = setup.num_experts / setup.num_ranks;
+  for (int32_t& expert : table.expert) {
+    const bool is_lost =
+        expert >= 0 && std::ranges::find(spec.lost, expert / per_rank) != spec.lost.end();
+    expert = is_lost ? -1 : expert;
+  }
+}
+
 // Rows that a rank gets instead of what it needs.
 int64_t with_room(Room room, int64_t required, RandomSource& random) {
   switch (room) {
@@ -303,6 +313,7 @@ CaseData make_case_data(const ExchangeSetup& setup, const Case& spec) {
   for (int rank = 0; rank < setup.num_ranks; ++rank) {
     tables.push_back(draw_routes(setup, spec, rank));
     data.routing.push_back(make_routing(setup, spec, tables.back()));
+    drop_lost(setup, spec, tables.back());
   }
   make_plans(data, tables, random);
   for (const char call : spec.calls) {

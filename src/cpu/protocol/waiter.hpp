@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "core/check.hpp"
-#include "cpu/survive/survival.hpp"
+#include "survive/survival.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {

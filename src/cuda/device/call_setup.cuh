@@ -46,6 +46,8 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
       own_status_at_begin(me, epoch);  // an earlier call may have left nothing
   const int32_t num_tokens = call.plan.header()->num_tokens;
   const uint64_t plan_epoch = call.plan.header()->epoch;
+  const uint32_t plan_lost = call.plan.header()->lost;
+  const uint32_t lost = lost_ranks(me);
   setup.failures = 0;
   setup.own() = word;
   setup.own().stamp = me.stamp;
@@ -53,6 +55,18 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
   setup.own().signature.words[kPlanNumberWord] = static_cast<int64_t>(plan_epoch);
   setup.own().status = status;
   setup.epoch = epoch;
+  if (plan_lost != lost) {  // all ranks find that by themselves
+    setup.own().status = WordStatus::kRefused;
+    raise_fault(
+        me,
+        {.kind = FaultKind::kOldPlan,
+         .op = word.op,
+         .epoch = epoch,
+         .peer = me.rank,
+         .seen = plan_lost,
+         .wanted = lost}
+    );
+  }
 }
 
 // All threads of every block call it. It returns false if the call is given up. With `is_eager` the
@@ -103,8 +117,11 @@ __device__ inline bool begin_call(
         setup.scales[peer] = control + me.map.eager_scales_offset(epoch);
         setup.place[peer] = Place::kEager;
       } else {
-        setup.rows[peer] = peer_data(me, said.rows, site);
-        setup.scales[peer] = peer_data(me, said.scales, site);
+        const WaitSite owner = {
+            site.op, epoch, is_lost(me, peer) ? me.rank : peer, site.waiting_for};
+        setup.rows[peer] =
+            peer_data(me, said.rows, owner);  // of a lost rank this one's: no row goes there
+        setup.scales[peer] = peer_data(me, said.scales, owner);
         setup.place[peer] = said.place;
       }
       setup.tokens[peer] = tokens;

@@ -61,6 +61,15 @@ __device__ __forceinline__ bool is_stopped(const RankView& me) {
   return stop_state(me) != StopState::kRunning;
 }
 
+// Ranks that take no part in the exchange any more, a bit each. Nothing comes of them, they are
+// told of no call, and memory of theirs that is still written to is nobody's.
+__device__ __forceinline__ uint32_t lost_ranks(const RankView& me) {
+  return me.local->lost;  // the host changes it while no kernel runs
+}
+__device__ __forceinline__ bool is_lost(const RankView& me, int rank) {
+  return (lost_ranks(me) >> static_cast<uint32_t>(rank) & 1U) != 0;
+}
+
 // The first fault of a rank is told to its host and ends all waits of its kernel.
 __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault) {
   // A peer does not know that it is a stranger here, or that its region is missing: it goes on by
@@ -133,7 +142,7 @@ __device__ inline std::byte* peer_data(
 
 // One thread waits until *signal has reached `wanted` (acquire, system scope). It returns false if
 // the call is given up, by this wait's deadline or elsewhere on this rank; the caller then leaves
-// its role.
+// its role. Of a rank that is lost there is nothing to wait for.
 // A call that is given up still waits for handshakes, so that no rank gets two calls ahead of
 // another. `patience` multiplies the deadline, for waits whose timeout would say less than that of
 // another wait for the same peer.
@@ -146,6 +155,9 @@ __device__ inline bool wait_reached(
     uint32_t patience = 1
 ) {
   if (is_reached(ptx::load_acquire_sys(signal), wanted)) {
+    return true;
+  }
+  if (is_lost(me, site.peer)) {
     return true;
   }
   const uint64_t begin = ptx::nanoseconds();
@@ -307,7 +319,7 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
 __device__ inline void post_word(
     const RankView& me, uint32_t epoch, const DeviceHandshake& word, int peer
 ) {
-  if (word.status == WordStatus::kSilent) {
+  if (word.status == WordStatus::kSilent || is_lost(me, peer)) {
     return;
   }
   *word_of(me, peer, epoch, me.rank) = word;
@@ -394,7 +406,8 @@ __device__ __forceinline__ bool check_word(
 }
 
 // One thread per peer, [0, num_ranks), waits for the peer's handshake of this call and compares it
-// with this rank's; a rank does not wait for its own. It returns false if the call is given up.
+// with this rank's; a rank does not wait for its own. One that is lost says what this one says, but
+// that it has no tokens. It returns false if the call is given up.
 __device__ inline bool accept_word(
     const RankView& me, uint32_t epoch, const DeviceHandshake& own, int peer, DeviceHandshake& word
 ) {
@@ -408,6 +421,11 @@ __device__ inline bool accept_word(
     return false;
   }
   word = read_word(word_of(me, me.rank, epoch, peer));
+  if (is_lost(me, peer)) {
+    word = own;
+    word.num_tokens = 0;
+    return own.status == WordStatus::kGood;
+  }
   return check_word(me, epoch, own, peer, word);
 }
 

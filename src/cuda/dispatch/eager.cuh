@@ -53,7 +53,9 @@ __device__ inline void watch_plan(const PlanLaunch& call, CallSetup& setup, Seen
   const RankView& me = call.me;
   const int rank = lane_index();
   bool is_good = true;
-  if (rank < me.num_ranks) {
+  if (rank < me.num_ranks && is_lost(me, rank)) {
+    setup.tokens[rank] = 0;
+  } else if (rank < me.num_ranks) {
     const uint64_t* from = routing_of(me, me.rank, setup.epoch, rank) + RoutingMap::kNumTokens;
     const WaitSite site = {Op::kPlan, setup.epoch, rank, WaitFor::kRouting};
     uint32_t tokens = 0;

@@ -119,6 +119,11 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
   can_fuse_ = control_map_.eager_row_bytes > 0 && fused.num_threads() >= kRoutedThreads &&
               fused.num_bytes() + kMostStaticShared <= facts.shared_bytes;
   agree(group, [&] { set_up(facts.stamp); });  // nobody leaves before everybody can be written to
+  if (settings_.on_peer_loss == PeerLoss::kShrink) {
+    losses_ = std::make_unique<LossWatch>(group, context_, settings_.timeout, [this] {
+      stop_for_loss();
+    });
+  }
 }
 
 void CudaExchange::set_up(uint64_t stamp) {
@@ -202,6 +207,7 @@ void CudaExchange::set_epoch(uint64_t epoch) {
 }
 
 CudaExchange::~CudaExchange() {
+  losses_.reset();
   // A thread of another GPU may destroy it; kernels of ours may still run, in any stream.
   on_device_quietly(settings_.device.index, "exchange", [&] {
     memory_->close();

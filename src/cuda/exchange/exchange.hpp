@@ -17,6 +17,7 @@
 #include "core/gpu/check.hpp"
 #include "core/gpu/stream.hpp"
 #include "cuda/exchange/fault_text.hpp"
+#include "cuda/exchange/loss_watch.hpp"
 #include "cuda/exchange/refusal_board.hpp"
 #include "cuda/exchange/tuning.hpp"
 #include "cuda/layout/launch.hpp"
@@ -72,6 +73,11 @@ class CudaExchange final : public Executor {
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
   void check() override;
+  [[nodiscard]] CallReport report() const override;
+  void mask(std::span<const int> ranks) override;
+  [[nodiscard]] std::string invitation() const override;
+  void readmit(std::span<const int> ranks) override;
+  bool grow(int64_t max_tokens, int max_topk) override;
   void add_waits(int64_t* sums, int64_t times, const CallOptions& call) override;
   void set_num_senders(int count) override { num_senders_ = count; }
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
@@ -145,6 +151,18 @@ class CudaExchange final : public Executor {
   void look_for_interrupts(cudaStream_t stream);
   // The running call and all later ones wait for nothing any more and give peers nothing.
   void stop_kernels(uint32_t call);
+  // With PeerLoss::kShrink (losses.cpp). By the thread of LossWatch: no kernel of this rank waits
+  // any more, until go_on_without().
+  void stop_for_loss();
+  // If ranks are lost: waits for those that are left, and throws Error (kRanksLost) when the next
+  // call can be made without the lost ones. Returns if none is.
+  void look_for_losses(Op op, ErrorCode cause);
+  [[nodiscard]] LossWatch::Calls own_calls() const;
+  [[noreturn]] void readmit_nobody(std::string_view verb) const;
+  // The next call has the number after this one.
+  void go_on_without(uint32_t lost, uint64_t last_call);
+  // Nothing can be done any more with this rank's exchange.
+  void set_broken();
   // Of the call `own`: which peer was interrupted, if not after it; else empty.
   [[nodiscard]] std::string interrupt_text(uint32_t own) const;
   [[nodiscard]] uint32_t running_call() const;
@@ -288,6 +306,9 @@ class CudaExchange final : public Executor {
   int num_gpu_sms_ = 0;        // that calls may occupy
   std::exception_ptr broken_;  // why the exchange can no longer be used
   ExchangeStats counters_;
+  uint32_t lost_ = 0;                  // ranks that take no part any more, a bit each
+  int64_t void_calls_ = 0;             // CallReport's
+  std::unique_ptr<LossWatch> losses_;  // null: PeerLoss::kFail
 };
 
 template <class T>
@@ -307,10 +328,14 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
   const auto launched = [&] {
     try {
       receive_open(stream);
+      if (losses_ && losses_->has_left()) {
+        look_for_losses(op, ErrorCode::kPeerFailed);
+      }
       check();  // the call counts on every rank, whichever of them hears of a fault first
       return launch(stream);
     } catch (const Error& error) {
-      if (!is_launched_ && !refuse(op, error.what(), call)) {
+      const bool counts = error.code() != ErrorCode::kRanksLost;
+      if (!is_launched_ && counts && !refuse(op, error.what(), call)) {
         throw untold(error);
       }
       throw;

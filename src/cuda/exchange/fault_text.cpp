@@ -138,6 +138,8 @@ std::string problem_text(
       return fmt::format(
           "rank {} has broken off and did not wait for this call: its rows may be gone", fault.peer
       );
+    case FaultKind::kOldPlan:
+      return "ranks were lost since the plan was made (make it again)";
     case FaultKind::kNone:
       break;
   }

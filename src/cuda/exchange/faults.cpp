@@ -18,6 +18,9 @@ void CudaExchange::check() {
   if (broken_) {
     std::rethrow_exception(broken_);
   }
+  if (losses_ && losses_->has_news()) {
+    look_for_losses(running_op_, ErrorCode::kPeerFailed);
+  }
   if (has_fault()) {
     std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
     throw_fault();
@@ -28,7 +31,8 @@ void CudaExchange::look_for_interrupts(cudaStream_t stream) {
   bool is_any = InterruptScope::is_interrupted();
   const bool is_own = is_any;
   for (int peer = 0; peer < view_.num_ranks && !is_any; ++peer) {
-    is_any = refusals_->interrupted(peer).has_value();
+    is_any = (lost_ >> static_cast<uint32_t>(peer) & 1U) == 0 &&
+             refusals_->interrupted(peer).has_value();
   }
   if (!is_any) {
     return;
@@ -57,7 +61,11 @@ void CudaExchange::interrupt() {
   const RelaxedCapture no_capture;
   const uint32_t call = running_call();
   stop_kernels(call);
-  refusals_->interrupt(call);
+  if (losses_) {
+    losses_->leave();
+  } else {
+    refusals_->interrupt(call);
+  }
 }
 
 void CudaExchange::stop_kernels(uint32_t call) {
@@ -97,7 +105,7 @@ void CudaExchange::break_off(ErrorCode code, std::string_view text, cudaStream_t
   try {
     raise_error(code, context_, fmt::format("{}: {}", op_name(running_op_), text));
   } catch (const Error&) {
-    broken_ = std::current_exception();
+    set_broken();
     throw;
   }
 }
@@ -194,6 +202,14 @@ void CudaExchange::throw_fault() {
   const bool is_gone = record.kind == FaultKind::kGone;
   const bool is_mutual = !is_late && !is_gone && record.kind != FaultKind::kStranger &&
                          record.kind != FaultKind::kUnmapped;
+  if (losses_) {
+    const bool is_of_rank = is_gone || (is_late && record.waiting_for < WaitFor::kGrid);
+    // A rank that knows of a loss before this one does says no more than that it refuses.
+    const bool may_be_news = record.kind == FaultKind::kRefused && survey.refusal.empty();
+    if (is_of_rank || (may_be_news && losses_->await_news(std::chrono::milliseconds(100)))) {
+      look_for_losses(record.op, is_late ? ErrorCode::kTimeout : ErrorCode::kPeerFailed);
+    }
+  }
   // Nothing was harmed if all ranks gave the call up, and count it.
   if (is_mutual && clear_fault(record.epoch)) {
     raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, named, survey));
@@ -234,7 +250,7 @@ void CudaExchange::throw_fault() {
                                                 : ErrorCode::kInternal;
     raise_error(code, context_, problem);
   } catch (const Error&) {
-    broken_ = std::current_exception();
+    set_broken();
     throw;
   }
 }

@@ -327,6 +327,7 @@ enum class FaultKind : uint32_t {
   kStranger,  // the peer's handshake has the stamp `seen`, this exchange has `wanted`
   kUnmapped,  // the peer names its region `seen`, which is not mapped here
   kGone,      // the peer has broken off and is calls ahead: its rows may be those of another call
+  kOldPlan,   // ranks were lost since the plan was made: `seen` (a bit each) then, `wanted` now
 };
 
 // The epoch from which an exchange counts. The low bits of stamps are numbers of exchanges, so that
@@ -386,7 +387,8 @@ struct alignas(8) LocalState {
   StopState stopped = StopState::kRunning;  // set by the first fault
   uint32_t given_up_epoch = 0;              // of the call that made it kGivenUp
   uint32_t broken_epoch = 0;                // of the one that made it kBroken
-  uint64_t wait_ns[kMaxDomainRanks] = {};   // by peer
+  uint32_t lost = 0;  // bit r: rank r takes no part (PeerLoss::kShrink); only the host changes it
+  uint64_t wait_ns[kMaxDomainRanks] = {};  // by peer
 };
 
 // What every kernel knows of its rank; passed by value.

@@ -137,7 +137,7 @@ __device__ inline void read_map(const PlanLaunch& call, const PlanPlace& place) 
         for (uint32_t left = bits[i]; left != 0 && k < topk; left &= left - 1, ++k) {
           const uint32_t expert = lane_first + static_cast<uint32_t>(__ffs(left)) - 1;
           const size_t route = token * call.plan.map.max_topk + k;
-          route_expert[route] = static_cast<int32_t>(expert);
+          route_expert[route] = place.is_nowhere(expert) ? -1 : static_cast<int32_t>(expert);
           if (call.weights != nullptr) {
             route_weight[route] = __ldg(call.weights + token * num_experts + expert);
           }
@@ -203,6 +203,9 @@ __device__ __forceinline__ void read_topk(
         const auto k = static_cast<int32_t>(place.k);
         raise_bad_token(call.me, place.epoch, FaultKind::kBadIndex, token, k, value[i]);
       }
+      expert[i] = -1;
+    }
+    if (expert[i] >= 0 && place.is_nowhere(static_cast<uint32_t>(expert[i]))) {
       expert[i] = -1;
     }
     if (place.is_used && token < place.tokens.last) {

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "cuda/device/lanes.cuh"
+#include "cuda/device/wait.cuh"
 #include "cuda/layout/launch.hpp"
 #include "cuda/plan/shared_map.hpp"
 
@@ -79,6 +80,7 @@ struct PlanPlace {
   uint32_t k = 0;
   bool is_used = false;  // the lane stands for a route
   FastDivide experts_per_rank;
+  uint32_t lost = 0;          // as LocalState has it
   bool writes_tokens = true;  // this block writes what this rank keeps of its own tokens
   // Where routes are read: row `token` has its k-th at token * stride + k.
   const int32_t* route_expert = nullptr;
@@ -90,6 +92,11 @@ struct PlanPlace {
   [[nodiscard]] __device__ bool is_own(const RankView& me) const {
     return source == static_cast<uint32_t>(me.rank);
   }
+  [[nodiscard]] __device__ bool is_lost(uint32_t rank) const { return (lost >> rank & 1U) != 0; }
+  // Whether routes to the expert are none, as nobody has it.
+  [[nodiscard]] __device__ bool is_nowhere(uint32_t expert) const {
+    return lost != 0 && is_lost(experts_per_rank.divide(expert));
+  }
 };
 
 // Without tokens.
@@ -98,6 +105,7 @@ __device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
   place.epoch = epoch;
   place.source = static_cast<uint32_t>(call.me.rank);
   place.num_tokens = call.num_tokens;
+  place.lost = lost_ranks(call.me);
   place.num_ranks = call.plan.map.num_ranks;
   place.columns = call.plan.map.num_ranks + call.plan.map.num_experts;
   place.warp = threadIdx.x / kPlanLanes;

@@ -110,6 +110,9 @@ __device__ inline void post_message(
     return;
   }
   for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += place.num_blocks) {
+    if (place.is_lost(peer)) {
+      continue;
+    }
     auto* to = reinterpret_cast<uint4*>(shared.control[peer] + offset);
     for (uint32_t i = threadIdx.x; i < num_vectors; i += blockDim.x) {
       to[i] = from[i];
@@ -122,13 +125,18 @@ __device__ inline void post_message(
     }
     const uint32_t slot = word_signal(call, place.epoch, me);
     for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += place.num_blocks) {
-      ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(shared.control[peer]) + slot, place.epoch);
+      if (!place.is_lost(peer)) {
+        ptx::store_relaxed_sys(
+            reinterpret_cast<uint32_t*>(shared.control[peer]) + slot, place.epoch
+        );
+      }
     }
   }
 }
 
 // All threads wait for the handshakes of all peers and read them together with the counts; this
-// rank's own are in shared memory. Returns false if the call is given up.
+// rank's own are in shared memory. A rank that is lost has no tokens. Returns false if the call is
+// given up.
 __device__ inline bool accept_words(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -156,12 +164,14 @@ __device__ inline bool accept_words(
     const uint32_t rank = i / kWordVectors;
     const auto* from = reinterpret_cast<const uint4*>(first_word + rank * stride);
     const auto* here = reinterpret_cast<const uint4*>(shared.message);
-    reinterpret_cast<uint4*>(shared.words)[i] =
-        rank == own ? here[i % kWordVectors] : __ldcg(from + i % kWordVectors);
+    reinterpret_cast<uint4*>(shared.words)[i] = rank == own || place.is_lost(rank)
+                                                    ? here[i % kWordVectors]
+                                                    : __ldcg(from + i % kWordVectors);
   }
   if (thread < place.num_ranks) {
-    shared.received[thread] =
-        thread == own ? shared.own()[own] : __ldcg(first_counts + thread * count_stride + own);
+    const int32_t* count = first_counts + thread * count_stride + own;
+    const int32_t there = place.is_lost(thread) ? 0 : __ldcg(count);
+    shared.received[thread] = thread == own ? shared.own()[own] : there;
   }
   for (uint32_t column = thread; column < place.columns; column += blockDim.x) {
     int64_t total = 0;
@@ -169,7 +179,8 @@ __device__ inline bool accept_words(
     const int32_t* count = first_counts + column;
 #pragma unroll 8
     for (uint32_t rank = 0; rank < place.num_ranks; ++rank, count += count_stride) {
-      const int32_t there = rank == own ? shared.own()[column] : __ldcg(count);
+      const int32_t of_peer = place.is_lost(rank) ? 0 : __ldcg(count);
+      const int32_t there = rank == own ? shared.own()[column] : of_peer;
       earlier += rank < own ? there : 0;
       total += there;
     }
@@ -179,13 +190,15 @@ __device__ inline bool accept_words(
   __syncthreads();
 
   if (thread < place.num_ranks) {
-    const DeviceHandshake& word = shared.words[thread];
-    is_good = check_word(me, place.epoch, *shared.message, static_cast<int>(thread), word);
-    if (is_good) {
+    DeviceHandshake& word = shared.words[thread];
+    shared.blocks[thread] = nullptr;
+    if (place.is_lost(thread)) {
+      word.num_tokens = 0;
+    } else if (check_word(me, place.epoch, *shared.message, static_cast<int>(thread), word)) {
       const WaitSite site = {Op::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kRecords};
       shared.blocks[thread] = peer_data(me, word.rows, site);
-      is_good = shared.blocks[thread] != nullptr;
     }
+    is_good = shared.blocks[thread] != nullptr || place.is_lost(thread);
   }
   return __syncthreads_and(static_cast<int>(is_good)) != 0;
 }

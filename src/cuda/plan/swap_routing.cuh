@@ -97,6 +97,13 @@ __device__ inline bool read_all(
   for (uint32_t from = place.warp % at_once; from < place.num_ranks && in_rank < warps;
        from += at_once) {
     const auto rank = static_cast<int>(from);
+    if (place.is_lost(from)) {
+      if (in_rank == 0 && place.lane == 0) {
+        shared.words[from].num_tokens = 0;
+        shared.words[from].number = 0;
+      }
+      continue;
+    }
     const uint64_t* routing = routing_of(me, me.rank, place.epoch, rank);
     const uint64_t* experts = routing + RoutingMap::experts();
     const uint64_t* weights = routing + me.map.routing().weights();
@@ -129,7 +136,8 @@ __device__ inline bool read_all(
           uint32_t bits = 0;
           is_good = wait_tagged(me, experts + route, site, expert[i], number) &&
                     (!has_weights || wait_tagged(me, weights + route, site, weight[i], bits));
-          kept[route] = static_cast<uint16_t>(number);
+          const bool is_nowhere = number < call.plan.map.num_experts && place.is_nowhere(number);
+          kept[route] = is_nowhere ? kNoShortExpert : static_cast<uint16_t>(number);
           if (is_planned) {
             shared.route_weight[route] = __uint_as_float(bits);
           }

@@ -263,7 +263,9 @@ PeerRegions::Reach PeerRegions::reach(const PeerRegion& region) const {
   Board& own = board_of(rank_);
   const uint64_t stamp = own.entries[region.region].stamp.load(std::memory_order_acquire);
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    if (!is_peer(rank) || own.is_acknowledged(rank, region.region, stamp)) {
+    const bool is_forgotten =
+        (forgotten_.load(std::memory_order_relaxed) >> static_cast<uint32_t>(rank) & 1U) != 0;
+    if (!is_peer(rank) || is_forgotten || own.is_acknowledged(rank, region.region, stamp)) {
       continue;
     }
     if (own.has_failed(rank, region.region, stamp)) {

@@ -137,6 +137,8 @@ class PeerRegions {
   [[nodiscard]] bool is_reachable(const PeerRegion& region) const;
   [[nodiscard]] bool wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
       const;
+  // No region has to be mapped by these ranks any more, a bit each.
+  void forget(uint32_t ranks) { forgotten_.store(ranks, std::memory_order_relaxed); }
   // Waits until the memory of every released region is the system's again; false if it took longer.
   [[nodiscard]] bool wait_freed(std::chrono::milliseconds at_most) const;
   // The live region of this rank that holds these bytes.
@@ -213,6 +215,7 @@ class PeerRegions {
   std::vector<std::array<Mapped, kMaxPeerRegions>> mapped_;  // [num_ranks]
   std::vector<uint64_t> seen_by_mapper_;                     // changes, [num_ranks]
   std::vector<uint64_t> seen_by_settler_;                    // the same
+  std::atomic<uint32_t> forgotten_ = 0;                      // bits of ranks
   std::atomic<bool> has_unsettled_ = false;
   std::atomic<bool> is_stopped_ = false;
   std::mutex close_mutex_;

@@ -64,6 +64,13 @@ void CudaExchange::check_balance_of(const Balancing& balancing, int topk) {
   if (replicas == 0) {
     return;
   }
+  WEFT_CHECK(
+      context_,
+      lost_ == 0,
+      ErrorCode::kUnsupported,
+      "plan: replicas on GPUs of which ranks are lost (replicas = {})",
+      replicas
+  );
   constexpr int64_t kMostRoutes = std::numeric_limits<int32_t>::max();
   const int64_t routes = settings_.max_tokens * topk;
   WEFT_CHECK(

@@ -283,15 +283,7 @@ void CpuExchange::mask(std::span<const int> ranks) {
     return;
   }
   check();
-  for (const int rank : ranks) {
-    WEFT_CHECK_ARG(
-        context_,
-        rank >= 0 && rank < context_.num_ranks && rank != context_.rank,
-        "mask: rank {} (expected others of the {} ranks)",
-        rank,
-        context_.num_ranks
-    );
-  }
+  check_masked(ranks, context_);
   survival_->give_up(ranks);
 }
 

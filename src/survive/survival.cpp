@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpu/survive/survival.hpp"
+#include "survive/survival.hpp"
 
 #include <hwy/cache_control.h>
 
@@ -26,9 +26,10 @@ constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(1);
 std::unique_ptr<MemorySource> shared_by(const Group& group, const Context& context) {
   WEFT_CHECK(
       context,
-      context.transport == "loopback" || context.transport == "shm",
+      context.transport == "loopback" || context.transport == "shm" || context.transport == "peer",
       ErrorCode::kUnsupported,
-      "exchange: on_peer_loss = shrink by transport {} (so far by loopback and shm, in one domain)",
+      "exchange: on_peer_loss = shrink by transport {} (so far by loopback, shm and peer, in one "
+      "domain)",
       context.transport
   );
   return group.topology().one_process ? make_loopback_memory() : make_shm_memory();
@@ -137,6 +138,19 @@ void Survival::look() const {
       ErrorCode::kPeerFailed,
       "survive: ranks were lost while this rank was in its call"
   );
+}
+
+Survival::Trouble Survival::trouble() const {
+  if (roll_.epoch() != members_.epoch) {
+    return Trouble::kLost;
+  }
+  auto worst = Trouble::kNone;
+  for (const int rank : members_.ranks) {
+    if (rank != context_.rank && roll_.has_ended(rank)) {
+      worst = std::max(worst, roll_.has_left(rank) ? Trouble::kLeft : Trouble::kLost);
+    }
+  }
+  return worst;
 }
 
 Survival::Vigil Survival::begin_wait() const {

@@ -67,6 +67,7 @@ class Roll {
   [[nodiscard]] uint64_t beats(int rank) const;
   // Its process has ended, or it has left.
   [[nodiscard]] bool has_ended(int rank) const;
+  [[nodiscard]] bool has_left(int rank) const;
   [[nodiscard]] uint32_t doorbell() const { return bell_.doorbell(); }
   void sleep(uint32_t seen, std::chrono::nanoseconds at_most) { bell_.sleep(seen, at_most); }
 

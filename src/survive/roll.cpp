@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpu/survive/roll.hpp"
+#include "survive/roll.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -194,8 +194,11 @@ uint64_t Roll::beats(int rank) const {
 }
 
 bool Roll::has_ended(int rank) const {
-  const auto at = static_cast<size_t>(rank);
-  return read(line(rank).has_left) == lives_[at] + 1 || !is_alive(watches_[at]);
+  return has_left(rank) || !is_alive(watches_[static_cast<size_t>(rank)]);
+}
+
+bool Roll::has_left(int rank) const {
+  return read(line(rank).has_left) == lives_[static_cast<size_t>(rank)] + 1;
 }
 
 // A slot is written again two epochs later, so the epoch is looked at once more after it was read.

@@ -2,7 +2,7 @@
 // How the ranks of an exchange go on without those that are lost (PeerLoss::kShrink): a call that
 // was cut short is made again by the members that are left, with memory and signals that no lost
 // rank knows, so that nothing it may still write is ever taken for new. CpuExchange::run_attempts
-// is where that happens.
+// is where that happens. On GPUs no call is made again by itself (cuda/exchange/loss_watch.hpp).
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "core/check.hpp"
-#include "cpu/survive/roll.hpp"
+#include "survive/roll.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
@@ -37,6 +37,11 @@ class Survival {
     std::vector<std::chrono::steady_clock::time_point> silent_since;  // by rank
   };
   [[nodiscard]] Vigil begin_wait() const;
+  // What has become of members, as far as it was not taken on yet; kLost: they have ended or others
+  // are members by now.
+  enum class Trouble : uint8_t { kNone, kLeft, kLost };
+  [[nodiscard]] Trouble trouble() const;
+  void beat() const { roll_.beat(); }
   // Whether a wait has to end: a member whose arrival is missing has not looked for the timeout,
   // and is given up for that, or twice the timeout has passed although all look. To be asked often.
   [[nodiscard]] bool is_over(Vigil& wait);

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/exchange/loss_watch.hpp"
+
+#include <algorithm>
+
+#include "core/check.hpp"
+#include "core/clock.hpp"
+#include "core/log.hpp"
+#include "group/control_plane.hpp"
+
+namespace weft {
+namespace {
+
+constexpr auto kLookEvery = std::chrono::milliseconds(5);
+// A rank that has left may have given the others all that they need for their last calls.
+constexpr auto kFarewell = std::chrono::milliseconds(200);
+
+}  // namespace
+
+LossWatch::LossWatch(
+    const Group& group,
+    const Context& context,
+    std::chrono::milliseconds timeout,
+    std::function<void()> stop
+)
+    : context_(context),
+      timeout_(timeout),
+      stop_(std::move(stop)),
+      survival_(group, context, timeout),
+      vigil_(survival_.begin_wait()) {
+  survival_.begin_call();
+  thread_ = std::thread([this] { run(); });
+}
+
+LossWatch::~LossWatch() {
+  is_ended_.store(true, std::memory_order_release);
+  thread_.join();
+  survival_.leave();
+}
+
+void LossWatch::run() {
+  set_log_rank(context_.rank, context_.num_ranks);
+  while (!is_ended_.load(std::memory_order_acquire)) {
+    try {
+      look();
+    } catch (const std::exception& error) {
+      log(LogLevel::kWarn, "exchange: watching for lost ranks: {}", error.what());
+    }
+    std::this_thread::sleep_for(kLookEvery);
+  }
+}
+
+void LossWatch::look() {
+  const std::lock_guard lock(mutex_);
+  survival_.beat();
+  static_cast<void>(survival_.is_over(vigil_));  // for settle(): who has been silent, since when
+  if (has_news()) {
+    return;
+  }
+  const Survival::Trouble trouble = survival_.trouble();
+  if (trouble == Survival::Trouble::kNone) {
+    return;
+  }
+  if (trouble == Survival::Trouble::kLeft) {
+    has_left_.store(true, std::memory_order_release);
+    const auto now = Clock::now();
+    seen_to_leave_ = seen_to_leave_.value_or(now);
+    if (now - *seen_to_leave_ < kFarewell) {
+      return;
+    }
+  }
+  has_news_.store(true, std::memory_order_release);  // first: a call that is cut short has a reason
+  stop_();
+}
+
+bool LossWatch::await_news(std::chrono::milliseconds at_most) const {
+  const Deadline deadline(at_most);
+  while (!has_news() && !deadline.has_passed()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return has_news();
+}
+
+CallReport LossWatch::report() const {
+  const std::lock_guard lock(mutex_);
+  return {
+      .epoch = survival_.epoch(), .alive = survival_.members(), .lost = survival_.lost_in_call()};
+}
+
+void LossWatch::leave() {
+  const std::lock_guard lock(mutex_);
+  survival_.leave();
+}
+
+void LossWatch::mask(std::span<const int> ranks) {
+  const std::lock_guard lock(mutex_);
+  survival_.give_up(ranks);
+}
+
+std::optional<LossWatch::Calls> LossWatch::settle(
+    std::string_view op, ErrorCode cause, const Calls& own
+) {
+  const std::lock_guard lock(mutex_);
+  survival_.begin_call();
+  if (cause == ErrorCode::kTimeout) {  // a stopped rank is given up once it was silent so long
+    const Deadline deadline(timeout_);
+    vigil_.begin = Clock::now();
+    while (!survival_.is_over(vigil_) && survival_.trouble() == Survival::Trouble::kNone &&
+           !deadline.has_passed()) {
+      survival_.beat();
+      std::this_thread::sleep_for(kLookEvery);
+    }
+  }
+  while (survival_.settle(op, cause)) {
+    try {
+      Calls all = own;
+      const std::vector<Bytes> blocks =
+          survival_.group().all_gather(std::as_bytes(std::span(&own, 1)));
+      for (const int rank : survival_.members()) {
+        const auto at = static_cast<size_t>(rank);
+        const auto theirs = block_value<Calls>(blocks[at], at, context_);
+        all.last = std::max(all.last, theirs.last);
+        all.first_void = std::min(all.first_void, theirs.first_void);
+      }
+      seen_to_leave_.reset();
+      has_left_.store(false, std::memory_order_release);
+      return all;
+    } catch (const Error& error) {  // others were lost meanwhile, or have not come
+      if (error.code() != ErrorCode::kPeerFailed) {
+        throw;
+      }
+      cause = error.code();
+    }
+  }
+  return std::nullopt;
+}
+
+uint32_t LossWatch::lost() const {
+  const std::lock_guard lock(mutex_);
+  uint32_t lost = 0;
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
+    lost |= survival_.is_lost(rank) ? 1U << static_cast<uint32_t>(rank) : 0U;
+  }
+  return lost;
+}
+
+void LossWatch::resume() {
+  has_news_.store(false, std::memory_order_release);
+}
+
+}  // namespace weft

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// CudaExchange among fewer and fewer ranks.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <thread>
+
+#include "call/validate.hpp"
+#include "core/clock.hpp"
+#include "cuda/exchange/exchange.hpp"
+#include "group/control_plane.hpp"
+
+namespace weft {
+
+void CudaExchange::stop_for_loss() {
+  const CudaDeviceGuard guard(settings_.device.index);
+  const RelaxedCapture no_capture;
+  const auto now =
+      read_gpu<LocalState>(own_->local.get(), short_work_stream(settings_.device.index));
+  if (now.stopped != StopState::kBroken) {
+    stop_kernels(now.epoch + 1);
+  }
+}
+
+// All of them have ended. A call that was cut short is void, and so is whatever came after it.
+LossWatch::Calls CudaExchange::own_calls() const {
+  const auto now = read_gpu<LocalState>(own_->local.get());
+  const uint64_t last = uint64_t{now.epoch_high} << 32 | now.epoch;
+  LossWatch::Calls calls = {.last = last, .first_void = last + 1};
+  const auto was_cut_short = [&](uint32_t epoch) {
+    const auto ago = static_cast<int32_t>(now.epoch - epoch);
+    if (ago >= 0) {
+      calls.first_void = std::min(calls.first_void, last - static_cast<uint32_t>(ago));
+    }
+  };
+  if (now.stopped == StopState::kBroken) {
+    was_cut_short(now.broken_epoch);
+  }
+  if (has_fault()) {
+    was_cut_short(own_->fault.get()->epoch);
+  }
+  return calls;
+}
+
+void CudaExchange::go_on_without(uint32_t lost, uint64_t last_call) {
+  const uint64_t epoch = last_call + 1;
+  LocalState fresh;
+  fresh.epoch = static_cast<uint32_t>(epoch);
+  fresh.epoch_high = static_cast<uint32_t>(epoch >> 32);
+  fresh.lost = lost;
+  *own_->fault.get() = {};
+  const cudaStream_t stream = own_->stream.get();
+  const size_t bytes = offsetof(LocalState, wait_ns);  // which goes on
+  WEFT_CUDA(
+      context_, cudaMemcpyAsync(own_->local.get(), &fresh, bytes, cudaMemcpyHostToDevice, stream)
+  );
+  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  lost_ = lost;
+  open_.reset();
+  memory_->forget(lost);
+}
+
+void CudaExchange::look_for_losses(Op op, ErrorCode cause) {
+  const CudaDeviceGuard guard(settings_.device.index);
+  const RelaxedCapture no_capture;
+  stop_for_loss();
+  const Deadline deadline(2 * settings_.timeout);
+  while (cudaEventQuery(own_->last_call.get()) == cudaErrorNotReady && !deadline.has_passed()) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  static_cast<void>(cudaGetLastError());
+  const LossWatch::Calls own = own_calls();
+  std::optional<LossWatch::Calls> agreed;
+  try {
+    agreed = losses_->settle(op_name(op), cause, own);
+  } catch (const Error&) {
+    set_broken();
+    throw;
+  }
+  if (!agreed) {
+    return;
+  }
+  void_calls_ = static_cast<int64_t>(own.last + 1 - agreed->first_void);
+  go_on_without(losses_->lost(), agreed->last);
+  losses_->resume();
+  const CallReport now = report();
+  if (settings_.on_loss) {
+    settings_.on_loss(now);
+  }
+  WEFT_RAISE(
+      context_,
+      ErrorCode::kRanksLost,
+      "{}: {} {} lost; {} of {} ranks go on, and the last {} calls of this one are to be made "
+      "again",
+      op_name(op),
+      rank_list(now.lost),
+      now.lost.size() == 1 ? "is" : "are",
+      now.alive.size(),
+      context_.num_ranks,
+      void_calls_
+  );
+}
+
+void CudaExchange::set_broken() {
+  broken_ = std::current_exception();
+  if (losses_) {
+    losses_->leave();
+  }
+}
+
+CallReport CudaExchange::report() const {
+  if (!losses_) {
+    return Executor::report();
+  }
+  CallReport report = losses_->report();
+  report.void_calls = void_calls_;
+  const int per_rank = settings_.num_experts / context_.num_ranks;
+  for (int expert = 0; expert < settings_.num_experts; ++expert) {
+    if ((lost_ >> static_cast<uint32_t>(expert / per_rank) & 1U) != 0) {
+      report.lost_experts.push_back(expert);
+    }
+  }
+  return report;
+}
+
+void CudaExchange::mask(std::span<const int> ranks) {
+  if (!losses_) {
+    Executor::mask(ranks);
+    return;
+  }
+  check();
+  check_masked(ranks, context_);
+  losses_->mask(ranks);
+}
+
+std::string CudaExchange::invitation() const {
+  readmit_nobody("invitation");
+}
+
+void CudaExchange::readmit(std::span<const int> /*ranks*/) {
+  readmit_nobody("readmit");
+}
+
+void CudaExchange::readmit_nobody(std::string_view verb) const {
+  WEFT_RAISE(
+      context_,
+      ErrorCode::kUnsupported,
+      "{}: an exchange on GPUs takes nobody in again (make a new one among all)",
+      verb
+  );
+}
+
+bool CudaExchange::grow(int64_t /*max_tokens*/, int /*max_topk*/) {
+  WEFT_RAISE(
+      context_,
+      ErrorCode::kUnsupported,
+      "grow: an exchange on GPUs that goes on without lost ranks keeps its size (max_tokens = {}, "
+      "max_topk = {})",
+      settings_.max_tokens,
+      settings_.max_topk
+  );
+}
+
+}  // namespace weft

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// GPUs of one host that go on without ranks that are lost (PeerLoss::kShrink). Ranks are processes.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include "core/gpu/devices.hpp"
+#include "gpu/fault_world.hpp"
+#include "gpu/gpu_test.hpp"
+#include "support/errors.hpp"
+#include "support/run_case.hpp"
+#include "survivors/gpu_deaths.hpp"
+
+namespace weft::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr int kRanks = 3;
+
+// A case of which ranks take no part.
+CaseData case_without(const ExchangeSetup& setup, const std::vector<int>& lost) {
+  Case spec;
+  spec.num_tokens = {20, 30, 25};
+  spec.dtype = DType::kBFloat16;
+  spec.lost = lost;
+  for (const int rank : lost) {
+    spec.num_tokens[static_cast<size_t>(rank)] = 0;
+  }
+  return make_case_data(setup, spec);
+}
+
+class GpuSurvivalTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    set_many_connections();
+    const auto count = [](const Group&) { return static_cast<int>(list_gpus().gpus.size()); };
+    num_gpus_ = run_forked(1, count)[0];  // whoever has used CUDA must not fork ranks that use it
+    if (num_gpus_ == 0) {
+      GTEST_SKIP() << "no GPU";
+    }
+  }
+
+  [[nodiscard]] ExchangeSetup setup(std::chrono::milliseconds timeout = 20s) const {
+    ExchangeSetup setup = gpu_setup(kRanks, num_gpus_);
+    setup.timeout = timeout;
+    return setup;
+  }
+
+  static Exchange shrinking(
+      const Group& group,
+      const ExchangeSetup& setup,
+      const std::function<void(const CallReport&)>& on_loss = {}
+  ) {
+    ExchangeConfig config = setup.config(group.rank());
+    config.on_peer_loss = PeerLoss::kShrink;
+    config.on_loss = on_loss;
+    return {group, config};
+  }
+
+  // All ranks make a round; then `end` is called on rank 1, which returns whether it goes on; the
+  // others hear that it is lost, and make a round without it. `begin`: by all before `end`.
+  static void expect_the_rest_goes_on(
+      const ExchangeSetup& setup,
+      const std::function<int(const Group&, std::optional<Exchange>&)>& end,
+      int status_of_ended = 0,
+      const std::function<void(const Group&, Exchange&)>& between = {}
+  ) {
+    const CaseData all = case_without(setup, {});
+    const CaseData rest = case_without(setup, {1});
+    const auto live = [&](const Group& group) -> std::string {
+      std::vector<int> told;
+      std::optional<Exchange> exchange =
+          shrinking(group, setup, [&](const CallReport& report) { told = report.lost; });
+      if (const std::string problem = run_cases(*exchange, {&all, 1}); !problem.empty()) {
+        return problem;
+      }
+      group.barrier();
+      if (group.rank() == 1) {
+        return end(group, exchange) == 0 ? "" : "the rank that ends has failed";
+      }
+      if (between) {
+        between(group, *exchange);
+      }
+      std::string heard;
+      for (bool is_lost = false; !is_lost;) {
+        try {
+          if (const std::string problem = run_cases(*exchange, {&all, 1}); !problem.empty()) {
+            return problem;
+          }
+        } catch (const Error& error) {
+          heard = error.what();
+          is_lost = error.code() == ErrorCode::kRanksLost;
+          if (!is_lost) {
+            return heard;
+          }
+        }
+      }
+      const CallReport report = exchange->report();
+      if (heard.find("rank 1 is lost; 2 of 3 ranks go on") == std::string::npos ||
+          told != std::vector{1} || report.lost != told || report.alive != std::vector{0, 2} ||
+          report.lost_experts != std::vector<int>{4, 5, 6, 7} || report.epoch != 1) {
+        return fmt::format("heard '{}', told {}", heard, fmt::join(told, ","));
+      }
+      for (int i = 0; i < 3; ++i) {
+        if (const std::string problem = run_cases(*exchange, {&rest, 1}); !problem.empty()) {
+          return problem;
+        }
+      }
+      return "";
+    };
+    const auto statuses = run_forked(kRanks, [&](const Group& group) {
+      const std::string problem = live(group);
+      if (!problem.empty()) {
+        fmt::print(stderr, "rank {}: {}\n", group.rank(), problem);
+      }
+      return problem.empty() ? 0 : 1;
+    });
+    EXPECT_EQ(statuses, (std::vector<int>{0, status_of_ended, 0}));
+  }
+
+  int num_gpus_ = 0;
+};
+
+TEST_F(GpuSurvivalTest, TheRestGoesOnWhenRanksAreKilled) {
+  for (uint64_t seed = 1; seed <= 3; ++seed) {
+    const GroupOfDeaths group = run_deaths({.num_gpus = num_gpus_, .seed = seed});
+    EXPECT_EQ(group.num_wrong + group.num_hung, 0) << "seed " << seed;
+  }
+}
+
+TEST_F(GpuSurvivalTest, ReplayedGraphsGoOnWhenRanksAreKilled) {
+  for (uint64_t seed = 11; seed <= 12; ++seed) {
+    const GroupOfDeaths group =
+        run_deaths({.num_gpus = num_gpus_, .seed = seed, .is_replayed = true});
+    EXPECT_EQ(group.num_wrong + group.num_hung, 0) << "seed " << seed;
+  }
+}
+
+TEST_F(GpuSurvivalTest, TheRestGoesOnWhenARankLeaves) {
+  expect_the_rest_goes_on(setup(), [](const Group&, std::optional<Exchange>& exchange) {
+    exchange.reset();
+    return 0;
+  });
+}
+
+// Nothing of it is taken for new when it goes on.
+TEST_F(GpuSurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
+  const ExchangeSetup own = setup(1s);
+  const CaseData all = case_without(own, {});
+  const auto stop = [&](const Group&, std::optional<Exchange>& exchange) {
+    const pid_t pid = ::getpid();
+    const pid_t waker = ::fork();
+    if (waker == 0) {
+      std::this_thread::sleep_for(6s);
+      static_cast<void>(::kill(pid, SIGCONT));
+      ::_exit(0);
+    }
+    static_cast<void>(::raise(SIGSTOP));
+    const auto heard = thrown_by([&] { static_cast<void>(run_cases(*exchange, {&all, 1})); });
+    const bool is_told =
+        heard && heard->is_peer_error && heard->text.find("was given up by") != std::string::npos;
+    if (!is_told) {
+      fmt::print(stderr, "rank 1 heard '{}'\n", text_of(heard));
+    }
+    return is_told ? 0 : 1;
+  };
+  expect_the_rest_goes_on(own, stop);
+}
+
+TEST_F(GpuSurvivalTest, AMaskedRankIsLost) {
+  const ExchangeSetup own = setup();
+  const CaseData all = case_without(own, {});
+  const auto go_on = [&](const Group&, std::optional<Exchange>& exchange) {
+    for (;;) {
+      const auto heard = thrown_by([&] { static_cast<void>(run_cases(*exchange, {&all, 1})); });
+      if (heard) {
+        return heard->is_peer_error ? 0 : 1;
+      }
+    }
+  };
+  const auto mask = [](const Group& group, Exchange& exchange) {
+    if (group.rank() == 0) {
+      exchange.mask(std::array{1});
+    }
+  };
+  expect_the_rest_goes_on(own, go_on, 0, mask);
+}
+
+TEST_F(GpuSurvivalTest, PlansFromBeforeAreRefused) {
+  const ExchangeSetup own = setup();
+  const CaseData data = case_without(own, {});
+  const auto statuses = run_forked(kRanks, [&](const Group& group) {
+    std::optional<Exchange> exchange = shrinking(group, own);
+    FaultRank rank(*exchange, data);
+    rank.make_plan();
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    const auto dispatch = [&] {
+      exchange->dispatch(*rank.plan, rank.dispatch_in, rank.dispatch_out);
+    };
+    const std::string lost = text_of(thrown_by(dispatch));
+    const std::string old = text_of(thrown_by(dispatch));
+    const bool is_good = lost.find("rank 1 is lost") != std::string::npos &&
+                         old.find("ranks were lost since the plan was made") != std::string::npos;
+    if (!is_good) {
+      fmt::print(stderr, "rank {} heard '{}', then '{}'\n", group.rank(), lost, old);
+      return 1;
+    }
+    rank.make_plan();
+    const Plan& plan = *rank.plan;
+    return exchange->report().void_calls <= 1 && plan.num_tokens() > 0 ? 0 : 2;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
+}
+
+TEST_F(GpuSurvivalTest, IsRefusedWhereItCannotBe) {
+  const ExchangeSetup own = setup();
+  const auto statuses = run_forked(2, [&](const Group& group) {
+    ExchangeSetup two = own;
+    two.num_ranks = 2;
+    ExchangeConfig config = two.config(group.rank());
+    config.on_peer_loss = PeerLoss::kShrink;
+    config.copy_engines = true;
+    const std::string copies = text_of(thrown_by([&] { const Exchange exchange(group, config); }));
+    Exchange exchange = shrinking(group, two);
+    const std::string grown = text_of(thrown_by([&] { static_cast<void>(exchange.grow(1, 1)); }));
+    const std::string back = text_of(thrown_by([&] { exchange.readmit(std::array{0}); }));
+    const std::string self =
+        text_of(thrown_by([&] { exchange.mask(std::array{exchange.rank()}); }));
+    const bool is_good = copies.find("with copy_engines") != std::string::npos &&
+                         grown.find("keeps its size") != std::string::npos &&
+                         back.find("takes nobody in again") != std::string::npos &&
+                         self.find("expected others of the 2 ranks") != std::string::npos;
+    if (!is_good) {
+      fmt::print(stderr, "heard '{}', '{}', '{}', '{}'\n", copies, grown, back, self);
+    }
+    group.barrier();
+    return is_good ? 0 : 1;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+}  // namespace
+}  // namespace weft::test
