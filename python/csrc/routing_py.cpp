@@ -9,8 +9,8 @@ namespace weft::py {
 namespace {
 
 // [count] in torch, a row of a matrix in the core.
-Tensor add_vector(NewTensors& made, int64_t count, ScalarType type) {
-  return made.add(1, count, type, {1, {count}, {1}});
+Part vector_of(int64_t count) {
+  return {1, count, {1, {count}, {1}}};
 }
 
 nb::tuple count(
@@ -26,11 +26,13 @@ nb::tuple count(
   const bool has_hosts = hosts.tensor.is_given();
   NewTensors made(idx.tensor.device);
   RoutingCounts counts;
-  counts.per_rank = add_vector(made, num_ranks, ScalarType::kInt32);
-  counts.per_expert = add_vector(made, num_experts, ScalarType::kInt32);
+  const auto [per_rank, per_expert] =
+      made.add_both(ScalarType::kInt32, vector_of(num_ranks), vector_of(num_experts));
+  counts.per_rank = per_rank;
+  counts.per_expert = per_expert;
   counts.is_token_in_rank = made.add(idx.tensor.rows, num_ranks, ScalarType::kBool);
   if (has_hosts) {
-    counts.per_host = add_vector(made, num_hosts, ScalarType::kInt32);
+    counts.per_host = made.add(1, num_hosts, ScalarType::kInt32, vector_of(num_hosts).shape);
     counts.host_of_rank = hosts.tensor;
   }
   {

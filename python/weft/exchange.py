@@ -295,17 +295,20 @@ class Exchange(ExchangeBegin):
         sizes: tuple[int, int, int],
         formats: tuple[object, ...],
         receives_later: bool = False,
+        stream: int | None = None,
     ) -> tuple[Plan, tuple[Tensor | None, ...]] | None:
         """Collective. `_core.check_block_dispatch` and `dispatch_blocks`, with nothing in between;
-        tensors[2] is None. None, and nothing has begun, where more is to be done: for other sizes
-        than this exchange has, beside computation, or where the calls are shown. What it raises
-        before it has begun is not told to other ranks."""
+        tensors[2] is None. stream: the current one, if the caller knows it. None, and nothing has
+        begun, where more is to be done: for other sizes than this exchange has, beside computation,
+        or where the calls are shown. What it raises before it has begun is not told to other
+        ranks."""
         core = self._core
-        if core is None or ranges.IS_ON or overlap_settings.is_on():
+        if core is None or ranges.IS_ON or overlap_settings.gpu_sms is not None:
             return None
         pool_of = self._pool_of if self._on_gpu else None
         is_later = receives_later and self._on_gpu
-        given = (tensors, *sizes, formats, self._stream(), pool_of, self._on_gpu, is_later)
+        stream = self._stream() if stream is None else stream
+        given = (tensors, *sizes, formats, stream, pool_of, self._on_gpu, is_later)
         begun = _core.num_begun()
         try:
             found = core.dispatch_blocks(*given)
@@ -332,13 +335,16 @@ class Exchange(ExchangeBegin):
         tensors: tuple[Tensor | None, ...],
         stride: int,
         receives_later: bool = False,
+        stream: int | None = None,
     ) -> Tensor | None:
         """Collective. `_core.check_block_combine` and `combine` with blocks, by weights and indices
-        of the source; the tokens. None, and what it raises: see `dispatch_blocks_at_once`."""
-        if ranges.IS_ON or overlap_settings.is_on() or self.is_between_gpu_domains:
+        of the source; the tokens. stream, None, and what it raises: see
+        `dispatch_blocks_at_once`."""
+        if ranges.IS_ON or overlap_settings.gpu_sms is not None or self.is_between_gpu_domains:
             return None
         is_later = receives_later and self._on_gpu
-        how = (stride, self.hidden, self._stream(), is_later)
+        stream = self._stream() if stream is None else stream
+        how = (stride, self.hidden, stream, is_later)
         combined = plan.calls.combine_blocks(tensors, plan.core, *how)
         if is_later and combined is not None and self.is_open(plan):
             self._open = (plan.core, tensors[1], tensors[2], combined)
@@ -360,7 +366,7 @@ class Exchange(ExchangeBegin):
         Returns the plan; rows, weights, scales, experts, sources and counts of `Beside`; and what
         `verb` tells of experts. None, and what it raises: see `dispatch_blocks_at_once`."""
         core = self._core
-        if core is None or ranges.IS_ON or overlap_settings.is_on():
+        if core is None or ranges.IS_ON or overlap_settings.gpu_sms is not None:
             return None
         pool_of = self._pool_of if self._on_gpu else None
         stream = self._stream() if stream is None else stream
@@ -394,7 +400,7 @@ class Exchange(ExchangeBegin):
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         """Collective. The rows, or FP8 and its scales, of a dispatch by `plan` that sends nothing
         else. None, and what it raises: see `dispatch_blocks_at_once`."""
-        if ranges.IS_ON or overlap_settings.is_on():
+        if ranges.IS_ON or overlap_settings.gpu_sms is not None:
             return None
         core = plan.calls
         pool = self._pool_of(core) if self._on_gpu else None
@@ -410,7 +416,7 @@ class Exchange(ExchangeBegin):
     ) -> tuple[Tensor, Tensor | None] | None:
         """Collective. `combine` of rows and weights. stream: as for `dispatch_at_once`. None, and
         what it raises: see `dispatch_blocks_at_once`."""
-        if ranges.IS_ON or overlap_settings.is_on():
+        if ranges.IS_ON or overlap_settings.gpu_sms is not None:
             return None
         stream = self._stream() if stream is None else stream
         return plan.calls.combine_rows(x, weights, plan.core, stream, self._sms(num_sms))

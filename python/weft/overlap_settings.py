@@ -10,28 +10,24 @@ import torch
 
 from weft import _core
 
-_gpu_sms: int | None = None  # of the GPU that computes, 0 without one; None: nothing computes
+# Of the GPU that computes, 0 without one; None: there is nothing that exchanges run beside.
+gpu_sms: int | None = None
 
 
 @contextmanager
 def overlapped() -> Iterator[None]:
     """Within it, in all threads (backward has its own), exchanges leave room for other kernels."""
-    global _gpu_sms
-    before, _gpu_sms = _gpu_sms, count_gpu_sms()
+    global gpu_sms
+    before, gpu_sms = gpu_sms, count_gpu_sms()
     try:
         yield
     finally:
-        _gpu_sms = before
-
-
-def is_on() -> bool:
-    """Whether there is anything that exchanges run beside."""
-    return _gpu_sms is not None
+        gpu_sms = before
 
 
 def sms(is_copied_dispatch: bool = False) -> int:
     """What a call takes for num_sms = 0; 0: Weft's table for exchanges that run alone."""
-    return _core.overlapped_sms(_gpu_sms, is_copied_dispatch) if _gpu_sms else 0
+    return _core.overlapped_sms(gpu_sms, is_copied_dispatch) if gpu_sms else 0
 
 
 def copies(hidden: int, num_ranks: int) -> bool:
@@ -39,7 +35,7 @@ def copies(hidden: int, num_ranks: int) -> bool:
 
     Raises InvalidArgument (a ValueError) for another value.
     """
-    return is_on() and _copies(hidden, num_ranks)
+    return gpu_sms is not None and _copies(hidden, num_ranks)
 
 
 _copies = functools.cache(_core.overlapped_copies)

@@ -56,7 +56,7 @@ def get_hidden_bytes(x: torch.Tensor) -> int:
 
     A one-byte dtype counts as two because what comes back for it is two bytes wide.
     """
-    return x.shape[1] * max(x.itemsize, 2)
+    return x.size(1) * max(x.itemsize, 2)
 
 
 def get_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
@@ -254,7 +254,7 @@ def _row_buffer(
 ) -> Any:
     """A buffer of class `kind` with the bytes that its rows need: to ranks of one host, and to
     others. What they are is asked only if it is not what the last call asked for."""
-    wanted = (kind, kind.num_sms if hasattr(kind, "num_sms") else None, hidden_bytes, with_rdma)
+    wanted = (kind, getattr(kind, "num_sms", None), hidden_bytes, with_rdma)
     current, (last, enough) = getattr(state, name), _enough.get(name, _NOTHING)
     if current is not None and last() is current and enough == wanted and current.group is group:
         return current

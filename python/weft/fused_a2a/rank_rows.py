@@ -66,14 +66,17 @@ class Library(NamedTuple):
         streams: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
         """What `fused_dispatch` returns."""
-        x, indices, probs = contiguous(x), contiguous(indices), contiguous(probs)
         buffer, how = self.begin(x, group, streams)
-        recorded = replay.take()
+        is_own = pool_of(buffer) is not None  # one of Weft's takes tensors with gaps, too
+        if not is_own:
+            x, indices, probs = contiguous(x), contiguous(indices), contiguous(probs)
+        mode = replay.mode
+        recorded = None if mode is None else replay.take()
         if recorded is not None:
             handle, *metadata = recorded
             rows = waited(buffer.dispatch(x, handle=handle, **how), streams[0])[0]
             return rows, *(each.detach() for each in metadata), handle
-        if pool_of(buffer) is not None:  # nobody makes a layout for one of Weft's
+        if is_own:  # nobody makes a layout for it
             results = buffer.dispatch_by_topk(x, indices, probs, num_experts, **how)
             rows, indices, probs, counts, handle = waited(results, streams[0])
         else:
@@ -83,7 +86,7 @@ class Library(NamedTuple):
             results = buffer.dispatch(x, **routing, **how)
             rows, indices, probs, counts, handle = waited(results, streams[0])
             counts = _on_host(counts)
-        if replay.mode == "record":
+        if mode == "record":
             # Detached: what is handed out becomes a part of the graph, which is not to be kept.
             replay.record((handle, *(each.detach() for each in (indices, probs, counts))))
         return rows, indices, probs, counts, handle

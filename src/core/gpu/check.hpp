@@ -37,16 +37,14 @@ namespace weft {
 // Makes `device` current on this thread; afterwards the caller's device is current again.
 class CudaDeviceGuard {
  public:
-  explicit CudaDeviceGuard(int device, const Context& context = {}) {
+  explicit CudaDeviceGuard(int device, const Context& context = {}) : device_(device) {
     WEFT_CUDA(context, cudaGetDevice(&before_));
-    if (before_ != device) {  // to set a device makes a context there, also on the way back
-      WEFT_CUDA(context, cudaSetDevice(device));
+    if (before_ != device_) {  // to set a device makes a context there, also on the way back
+      WEFT_CUDA(context, cudaSetDevice(device_));
     }
   }
   ~CudaDeviceGuard() {
-    int now = before_;
-    static_cast<void>(cudaGetDevice(&now));
-    if (now != before_) {
+    if (before_ != device_) {
       static_cast<void>(cudaSetDevice(before_));
     }
   }
@@ -54,6 +52,7 @@ class CudaDeviceGuard {
   CudaDeviceGuard& operator=(const CudaDeviceGuard&) = delete;
 
  private:
+  int device_;
   int before_ = 0;
 };
 

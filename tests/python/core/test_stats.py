@@ -3,12 +3,15 @@
 
 import gc
 import re
+import sys
+import threading
 
 import torch
 import torch.distributed as dist
 
 import weft
 from weft.compat.deep_ep import Buffer
+from weft.run.calls import count
 
 
 def calls(exchange, number):
@@ -75,3 +78,23 @@ def text(_rank, num_ranks, group):
 
 def test_stats_can_be_read_by_prometheus(ranks):
     ranks(text, 2)
+
+
+def test_calls_of_several_threads_are_all_counted():
+    name, each = "a call of several threads", 20_000
+
+    def many():
+        for _ in range(each):
+            count(name)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=many) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert weft.stats()["calls"][name] == len(threads) * each

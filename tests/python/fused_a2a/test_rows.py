@@ -166,3 +166,23 @@ def without_probs_grad(rank, num_ranks, group, family):
 @pytest.mark.parametrize("family", cases.ROW_FAMILIES)
 def test_probabilities_used_by_one_rank_alone(ranks, family):
     ranks(without_probs_grad, 2, family)
+
+
+def gaps(rank, num_ranks, group, family):
+    cases.reset()
+    num_experts = 4 * num_ranks
+    given = cases.inputs(rank, 5, TOPK, num_experts)
+    want = cases.dispatch_rows(family, group, *given, num_experts)[:4]
+    x, idx, probs = (torch.stack((each, each), dim=2)[..., 0] for each in given)
+    x.requires_grad_()
+    assert not any(each.is_contiguous() for each in (x, idx, probs))
+    for async_finish in (False, True):
+        found = cases.dispatch_rows(
+            family, group, x, idx, probs, num_experts, async_finish=async_finish
+        )[:4]
+        assert all(map(torch.equal, found, want))
+
+
+@pytest.mark.parametrize("family", cases.ROW_FAMILIES)
+def test_tensors_may_have_gaps(ranks, family):
+    ranks(gaps, 2, family)

@@ -171,8 +171,9 @@ class LowLatencyMode:
                 return None
             given = (tensors, (num_max, num_experts, self._block_ranks(num_experts)), formats)
             is_async = async_finish or return_recv_hook
-            if not is_async and stream.is_current(exchange.device):
-                found = exchange.dispatch_blocks_at_once(*given)
+            current = None if is_async else stream.current(exchange.gpu)
+            if current is not None:
+                found = exchange.dispatch_blocks_at_once(*given, stream=current)
             else:
                 with stream.call(exchange.device, tensors, async_finish=is_async) as work:
                     found = exchange.dispatch_blocks_at_once(*given, return_recv_hook)
@@ -332,8 +333,9 @@ class LowLatencyMode:
                 return None
             given = (plan, tensors, handle.stride)
             is_async = async_finish or return_recv_hook
-            if not is_async and stream.is_current(exchange.device):
-                combined = exchange.combine_blocks_at_once(*given)
+            current = None if is_async else stream.current(exchange.gpu)
+            if current is not None:
+                combined = exchange.combine_blocks_at_once(*given, stream=current)
             else:
                 with stream.call(exchange.device, tensors, async_finish=is_async) as work:
                     combined = exchange.combine_blocks_at_once(*given, return_recv_hook)
