@@ -30,6 +30,9 @@
 #include "survivors/shared.hpp"
 #include "survivors/survivors.hpp"
 #include "weft/exchange.hpp"
+#ifdef WEFT_SURVIVES_ON_GPUS
+#include "survive_cuda.hpp"
+#endif
 
 namespace weft::bench {
 namespace {
@@ -385,6 +388,12 @@ int run(int argc, char** argv) {
   )
       ->capture_default_str();
   app.add_option("--seed", seed, "Of deaths and readmissions")->capture_default_str();
+#ifdef WEFT_SURVIVES_ON_GPUS
+  bool is_on_gpus = false;
+  app.add_flag("--gpus", is_on_gpus, "On the GPUs of this host: deaths and the cost");
+#else
+  constexpr bool is_on_gpus = false;
+#endif
   app.add_option("--json", json_path, "Write the results to this file");
   app.add_flag("--smoke", is_smoke, "Small, as a test");
   CLI11_PARSE(app, argc, argv);
@@ -396,13 +405,23 @@ int run(int argc, char** argv) {
   ::setenv("WEFT_LOG", "error", 0);  // each loss is a warning
   const int64_t hidden = is_smoke ? 256 : kHidden;
   Json rows = Json::array();
-  if (num_deaths > 0) {  // first: it forks
+#ifdef WEFT_SURVIVES_ON_GPUS
+  if (is_on_gpus && num_deaths > 0) {
+    rows = measure_gpu_deaths(num_deaths, seed);
+  }
+  if (is_on_gpus && num_samples > 0) {
+    for (const Json& row : measure_gpu_cost(num_samples, is_smoke)) {
+      rows.push_back(row);
+    }
+  }
+#endif
+  if (!is_on_gpus && num_deaths > 0) {  // first: it forks
     rows.push_back(measure_deaths(num_deaths, seed));
   }
-  if (num_returns > 0) {
+  if (!is_on_gpus && num_returns > 0) {
     rows.push_back(measure_readmissions(num_returns, seed));
   }
-  if (num_samples > 0) {
+  if (!is_on_gpus && num_samples > 0) {
     rows.push_back(measure_cost({.name = 'A', .tokens = 512, .iterations = num_samples}, hidden));
     rows.push_back(
         measure_cost({.name = 'D', .tokens = 128, .iterations = 20 * num_samples}, hidden)

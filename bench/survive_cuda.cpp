@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "survive_cuda.hpp"
+
+#include <fmt/format.h>
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "cli/progress.hpp"
+#include "core/gpu/devices.hpp"
+#include "core/gpu/stream.hpp"
+#include "cuda/memory/owners.hpp"
+#include "measure/gpu_timer_cuda.hpp"
+#include "measure/measure.hpp"
+#include "measure/workload.hpp"
+#include "survivors/gpu_deaths.hpp"
+#include "weft/exchange.hpp"
+#include "weft/group.hpp"
+
+namespace weft::bench {
+namespace {
+
+using program::rounded;
+using Json = nlohmann::ordered_json;
+
+constexpr int kDeathRanks = 4;
+
+int count_gpus_apart() {
+  return run_forked(1, [](const Group&) { return static_cast<int>(list_gpus().gpus.size()); })[0];
+}
+
+struct CostCase {
+  char name;
+  int64_t tokens;  // of each rank
+  Layout layout;
+  int64_t rows_of_mean;  // the budget, in times of what a rank gets on average
+  bool is_routed;        // plan and dispatch in one call
+  int rounds;            // of a sample
+};
+
+constexpr int64_t kHidden = 7168;
+constexpr int kExperts = 256;
+constexpr int kTopk = 8;
+
+// One rank's exchange with its data and stream.
+class Contender {
+ public:
+  Contender(const Group& group, const CostCase& shape, int64_t hidden, PeerLoss on_peer_loss)
+      : is_routed_(shape.is_routed), stream_(group.rank()) {
+    const int gpu = group.rank();
+    const CudaDeviceGuard guard(gpu);
+    ExchangeConfig config;
+    config.hidden = hidden;
+    config.max_tokens = shape.tokens;
+    config.num_experts = kExperts;
+    config.max_topk = kTopk;
+    config.device = {Device::Kind::kCuda, gpu};
+    config.on_peer_loss = on_peer_loss;
+    exchange_ = std::make_unique<Exchange>(group, config);
+    program::Workload workload;
+    workload.num_tokens.assign(static_cast<size_t>(group.num_ranks()), shape.tokens);
+    workload.hidden = 16;
+    workload.routing.num_experts = kExperts;
+    workload.routing.topk = kTopk;
+    const program::RankInput input = program::make_input(workload, group.rank());
+    const ConstTensor idx = input.topk_idx.view();
+    const auto bytes = static_cast<uint64_t>(idx.rows * idx.cols) * sizeof(int64_t);
+    idx_.create(bytes, {});
+    WEFT_CUDA(Context{}, cudaMemcpy(idx_.get(), idx.data, bytes, cudaMemcpyHostToDevice));
+    const int64_t rows = shape.rows_of_mean * shape.tokens * kTopk;
+    options_ = {.layout = shape.layout, .row_budget = rows};
+    x_.create(static_cast<uint64_t>(shape.tokens * hidden) * 2, {});
+    out_.create(static_cast<uint64_t>(shape.tokens * hidden) * 2, {});
+    rows_ = exchange_->allocate(rows, hidden, DType::kBFloat16);
+    tokens_ = {.dtype = DType::kBFloat16, .rows = shape.tokens, .cols = hidden};
+    tokens_.device = config.device;
+    indices_ = {.dtype = DType::kInt64, .rows = shape.tokens, .cols = kTopk};
+    indices_.device = config.device;
+  }
+
+  [[nodiscard]] cudaStream_t stream() const { return stream_.get(); }
+
+  // Queues plan, dispatch and combine.
+  void run() {
+    const CallOptions call = {.stream = stream_.get()};
+    Tensor indices = indices_;
+    indices.data = idx_.get();
+    Tensor x = tokens_;
+    x.data = x_.get();
+    Tensor out = tokens_;
+    out.data = out_.get();
+    const Routing routing = {.topk_idx = indices};
+    if (is_routed_) {
+      plan_ = exchange_->dispatch(routing, options_, {.x = x}, {.rows = rows_.tensor()}, call);
+    } else {
+      plan_ = exchange_->plan(routing, options_, call);
+      exchange_->dispatch(*plan_, {.x = x}, {.rows = rows_.tensor()}, call);
+    }
+    exchange_->combine(*plan_, {.rows = rows_.tensor()}, {.x = out}, call);
+  }
+
+ private:
+  bool is_routed_;
+  GpuStream stream_;
+  std::unique_ptr<Exchange> exchange_;
+  PlanOptions options_;
+  CudaBuffer<std::byte> idx_;
+  CudaBuffer<std::byte> x_;
+  CudaBuffer<std::byte> out_;
+  Buffer rows_;
+  Tensor tokens_;
+  Tensor indices_;
+  std::optional<Plan> plan_;
+};
+
+// Both in turns, which of them is first too. The difference is the median over the pairs.
+Json measure_case(const CostCase& shape, int64_t hidden, int num_samples) {
+  const auto num_ranks = static_cast<int>(list_gpus().gpus.size());
+  const auto num = static_cast<size_t>(num_ranks);
+  std::array<std::vector<std::unique_ptr<Contender>>, 2> contenders;
+  contenders[0].resize(num);
+  contenders[1].resize(num);
+  run_threads(num_ranks, [&](const Group& group) {
+    const auto rank = static_cast<size_t>(group.rank());
+    contenders[0][rank] = std::make_unique<Contender>(group, shape, hidden, PeerLoss::kFail);
+    contenders[1][rank] = std::make_unique<Contender>(group, shape, hidden, PeerLoss::kShrink);
+  });
+  std::vector<int> gpus;
+  std::array<std::unique_ptr<program::GpuTimer>, 2> timers;
+  for (int gpu = 0; gpu < num_ranks; ++gpu) {
+    gpus.push_back(gpu);
+  }
+  for (size_t which = 0; which < 2; ++which) {
+    std::vector<cudaStream_t> streams;
+    for (const auto& contender : contenders[which]) {
+      streams.push_back(contender->stream());
+    }
+    timers[which] = std::make_unique<program::GpuTimer>(gpus, streams);
+  }
+  const auto sample = [&](size_t which, int warmup) {
+    const auto work = [&](int /*call*/) {
+      for (int round = 0; round < shape.rounds; ++round) {
+        for (const auto& contender : contenders[which]) {
+          contender->run();
+        }
+      }
+    };
+    return timers[which]->measure(warmup, 1, work)[0] / shape.rounds;
+  };
+  program::Progress progress(fmt::format("cost in case {}", shape.name));
+  std::array<std::vector<double>, 2> us;
+  for (size_t which = 0; which < 2; ++which) {
+    static_cast<void>(sample(which, 3));
+  }
+  for (int i = 0; i < num_samples; ++i) {
+    progress.update(static_cast<double>(i) / num_samples);
+    for (int turn = 0; turn < 2; ++turn) {
+      const auto which = static_cast<size_t>((i + turn) % 2);
+      us[which].push_back(sample(which, 0));
+    }
+  }
+  std::vector<double> more;
+  std::ranges::transform(us[1], us[0], std::back_inserter(more), std::minus());
+  const double us_fail = program::percentile(us[0], 50);
+  const double us_more = program::percentile(more, 50);
+  return {
+      {"op", "shrink_cost"},
+      {"executor", "cuda"},
+      {"transport", "peer"},
+      {"case", std::string(1, shape.name)},
+      {"ranks", num_ranks},
+      {"tokens", shape.tokens},
+      {"hidden", hidden},
+      {"experts", kExperts},
+      {"topk", kTopk},
+      {"dtype", "bfloat16"},
+      {"samples", num_samples},
+      {"us_p50", rounded(program::percentile(us[1], 50), 2)},
+      {"us_p50_fail", rounded(us_fail, 2)},
+      {"more_us", rounded(us_more, 2)},
+      {"more_percent", rounded(100 * us_more / us_fail, 2)},
+  };
+}
+
+}  // namespace
+
+std::vector<Json> measure_gpu_deaths(int num_deaths, uint64_t seed) {
+  const int num_gpus = count_gpus_apart();
+  std::vector<Json> rows;
+  for (const bool is_replayed : {false, true}) {
+    program::Progress progress(is_replayed ? "deaths in replays" : "deaths");
+    std::vector<double> ms;
+    int num_wrong = 0;
+    int num_hung = 0;
+    int done = 0;
+    while (done < num_deaths) {
+      progress.update(static_cast<double>(done) / num_deaths);
+      const auto group = test::run_deaths(
+          {.num_ranks = kDeathRanks,
+           .num_gpus = num_gpus,
+           .seed = seed++,
+           .is_replayed = is_replayed}
+      );
+      num_wrong += group.num_wrong;
+      num_hung += group.num_hung;
+      ms.insert(ms.end(), group.ms.begin(), group.ms.end());
+      done += kDeathRanks - 1;
+    }
+    rows.push_back({
+        {"op", "death"},
+        {"executor", "cuda"},
+        {"transport", "peer"},
+        {"mode", is_replayed ? "graph" : "eager"},
+        {"ranks", kDeathRanks},
+        {"deaths", done},
+        {"wrong", num_wrong},
+        {"hung", num_hung},
+        {"ms_p50", rounded(program::percentile(ms, 50), 1)},
+        {"ms_p99", rounded(program::percentile(ms, 99), 1)},
+    });
+  }
+  return rows;
+}
+
+std::vector<Json> measure_gpu_cost(int num_samples, bool is_small) {
+  const int64_t hidden = is_small ? 256 : kHidden;
+  return {
+      measure_case({'A', 4096, Layout::kExpertMajor, 2, false, 1}, hidden, num_samples),
+      measure_case({'D', 128, Layout::kExpertMajor, 2, true, 20}, hidden, num_samples)};
+}
+
+}  // namespace weft::bench
