@@ -66,15 +66,6 @@ void check_micro_batches(const TrainConfig& config) {
   );
 }
 
-void check_replicas(const TrainConfig& config) {
-  check_range("replicas", config.replicas, 0, kMostReplicas);
-  require(
-      config.replicas == 0 || config.device.kind == Device::Kind::kCpu,
-      "replicas = {} on a GPU (0; experts are balanced on CPUs)",
-      config.replicas
-  );
-}
-
 }  // namespace
 
 float learning_rate_at(const TrainConfig& config, int64_t step) {
@@ -124,7 +115,7 @@ void validate(const TrainConfig& config, int num_ranks) {
       config.model.balance_weight
   );
   check_micro_batches(config);
-  check_replicas(config);
+  check_range("replicas", config.replicas, 0, kMostReplicas);
   check_range("warmup_steps", config.warmup_steps, 0, INT64_MAX);
   require(
       config.dtype == DType::kFloat32 || config.dtype == DType::kBFloat16,

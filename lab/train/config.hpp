@@ -50,7 +50,7 @@ struct TrainConfig {
   int64_t global_batch = 1024;  // tokens of all ranks in one step; any number of ranks shares them
   int num_micro_batches = 1;    // parts of it, whose gradients are summed in their order
   OverlapConfig overlap = {};
-  int replicas = 0;  // of experts, places on each rank in every micro-batch; on CPUs
+  int replicas = 0;  // of experts, places on each rank in every micro-batch
   uint64_t seed = 1;
   DType dtype = DType::kFloat32;  // of the rows that travel: kFloat32, or kBFloat16 as on any GPU
   Device device = {};             // where tokens meet the model; the same kind on every rank

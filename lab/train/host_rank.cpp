@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
-#include <functional>
 #include <span>
 
 #include "core/check.hpp"
@@ -26,13 +25,9 @@ ConstTensor as_tensor(
 }  // namespace
 
 CountedPlan HostRank::plan(int64_t num_tokens, const int32_t* topk_idx) {
-  PlanOptions options = {.layout = Layout::kExpertMajor};
-  if (context_->replicas > 0) {
-    options.order = SumOrder::kTopk;  // bits do not depend on where rows go
-    options.balance.replicas = context_->replicas;
-  }
-  Plan plan =
-      context_->exchange.plan({.topk_idx = matrix(topk_idx, num_tokens, config().topk)}, options);
+  Plan plan = context_->exchange.plan(
+      {.topk_idx = matrix(topk_idx, num_tokens, config().topk)}, context_->plan_options()
+  );
   const int64_t wire_rows = plan.wire_bytes(1);
   const int64_t logical_rows = plan.logical_bytes(1);
   return {std::move(plan), num_tokens, wire_rows, logical_rows};
@@ -84,8 +79,32 @@ void HostRank::combine(
   context_->combine.count(counted, out.x.row_bytes());
 }
 
-void HostRank::add(const float* from, float* to, int64_t size) {
-  std::transform(from, from + size, to, to, std::plus<>());
+Plan HostRank::plan_weights(int64_t num_tokens, const std::vector<int32_t>& topk_idx) {
+  Exchange& exchange = *context_->replica_exchange;
+  return exchange.plan(
+      {.topk_idx = matrix(topk_idx.data(), num_tokens, exchange.config().max_topk)},
+      {.layout = Layout::kExpertMajor, .order = SumOrder::kTopk}
+  );
+}
+
+void HostRank::send_weights(
+    const Plan& moves, bool /*is_overlapped*/, const float* from, float* to
+) {
+  context_->replica_exchange->dispatch(
+      moves,
+      {.x = matrix(from, moves.num_tokens(), config().hidden)},
+      {.rows = matrix(to, moves.num_rows(), config().hidden)}
+  );
+}
+
+void HostRank::sum_gradients(
+    const Plan& moves, bool /*is_overlapped*/, const float* from, float* to
+) {
+  context_->replica_exchange->combine(
+      moves,
+      {.rows = matrix(from, moves.num_rows(), config().hidden)},
+      {.x = matrix(to, moves.num_tokens(), config().hidden)}
+  );
 }
 
 const float* HostRank::values(const Buffer& rows, std::vector<float>& scratch) const {

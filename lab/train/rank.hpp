@@ -10,7 +10,6 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string_view>
 #include <vector>
 
@@ -80,16 +79,6 @@ struct CountedPlan {
   int64_t logical_rows = 0;  // all, to this rank's own experts included
 };
 
-// [num_experts] of all ranks. What a plan without replicas has at hand: one on a GPU need not be
-// downloaded.
-[[nodiscard]] inline std::vector<int64_t> routes_per_expert(const Plan& plan, int replicas) {
-  if (replicas > 0) {
-    return plan.routes_per_expert();
-  }
-  const std::span<const int64_t> routes = plan.global_routes_per_expert();
-  return {routes.begin(), routes.end()};
-}
-
 // Weights that travel with rows: those of the routes with a dispatch, back to them with a combine.
 struct TravellingWeights {
   const float* from = nullptr;
@@ -123,6 +112,15 @@ struct MoeContext {
   Traffic dispatch = {};           // written by the lane that calls the exchange
   Traffic combine = {};
 
+  // Of all plans of tokens.
+  [[nodiscard]] PlanOptions plan_options() const {
+    PlanOptions options = {.layout = Layout::kExpertMajor};
+    if (replicas > 0) {
+      options.order = SumOrder::kTopk;  // sums do not depend on where rows go
+      options.balance.replicas = replicas;
+    }
+    return options;
+  }
   [[nodiscard]] PhaseTimer& timer_of(overlap::Lane lane) {
     return has_two_lanes && lane == overlap::Lane::kExchange ? exchange_timer : timer;
   }
@@ -146,8 +144,6 @@ class HostRank {
   using Math = HostMath;
   // Rows that experts are through with can go at once.
   static constexpr bool kReleasesRows = true;
-  // Plans may have replicas.
-  static constexpr bool kBalances = true;
 
   HostRank(const Group&, MoeContext& context, int64_t most_tokens)
       : context_(&context), scratch_(most_tokens, context.config) {}
@@ -192,9 +188,17 @@ class HostRank {
       float* x,
       const std::optional<TravellingWeights>& weights = {}
   );
-  // Also on its lane: to += from; to = from, rounded to what products take.
-  void add(const float* from, float* to, int64_t size);
-  void round(const float* from, float* to, int64_t size) { std::copy_n(from, size, to); }
+  // Weights of replicas and their gradients (replicas.hpp), by the exchange that has them: topk_idx
+  // [num_tokens, num_ranks - 1] in the host's memory; from [num_tokens, hidden] to
+  // [moves.num_rows(), hidden], and back.
+  [[nodiscard]] Plan plan_weights(int64_t num_tokens, const std::vector<int32_t>& topk_idx);
+  void send_weights(const Plan& moves, bool is_overlapped, const float* from, float* to);
+  void sum_gradients(const Plan& moves, bool is_overlapped, const float* from, float* to);
+  // Also on its lane: to += from; to = from, rounded to what products take, or as it is.
+  void add(const float* from, float* to, int64_t size) { HostMath::add(from, to, size); }
+  void round(const float* from, float* to, int64_t size) { copy(from, to, size); }
+  void copy(const float* from, float* to, int64_t size) { std::copy_n(from, size, to); }
+  void clear(std::vector<float>& array) { math_.clear(array); }
 
   // Rows that a dispatch brought: themselves, or converted into `scratch`.
   [[nodiscard]] const float* values(const Buffer& rows, std::vector<float>& scratch) const;

@@ -283,7 +283,7 @@ StepReport Trainer::make_report() {
     std::vector<int64_t> routes(static_cast<size_t>(config_.model.num_experts));
     for (size_t i = 0; i < batches_.size(); ++i) {
       const Plan& plan = model_->plan(i, block);
-      const std::vector<int64_t> more = routes_per_expert(plan, config_.replicas);
+      const std::vector<int64_t> more = plan.routes_per_expert();
       if (config_.replicas > 0) {
         const Plan::Load load = plan.load();
         report.busiest += static_cast<double>(load.busiest);

@@ -180,7 +180,8 @@ int Plan::row_weight_cols() const {
 }
 
 int64_t Plan::sent_arrivals(int to_rank) const {
-  return data().sent[checked_rank(to_rank, *data_, "sent_arrivals")].size();
+  const size_t to = checked_rank(to_rank, *data_, "sent_arrivals");
+  return data_->num_sent.empty() ? data().sent[to].size() : data_->num_sent[to];
 }
 
 int64_t Plan::received_arrivals(int from_rank) const {

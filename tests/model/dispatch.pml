@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plan, dispatch and combine on GPUs where rows wait for handshakes (src/cuda/plan/plan.cu,
 // swap_counts.cuh, src/cuda/device/call_setup.cuh, src/cuda/dispatch/dispatch.cu, push.cuh,
-// fan_out.cuh, src/cuda/combine/reduce.cuh, sum.cuh). Counts travel with the words of a plan call;
+// fan_out.cuh, src/cuda/combine/reduce.cuh, sum.cuh). Counts travel with the words of a plan call,
+// and with replicas once more, with words of their own (src/cuda/plan/balance/call.cpp, swap.cu);
 // records, rows, weights and sums have one place each, which the next call uses again.
 //
 // Checked: who takes counts, records, weights, rows or sums gets those of this call, or of its plan,
 // also while a rank is late and others have broken off; nothing is written to a rank that still
 // reads what was there; no rank gets a result of a call that another refuses; every wait ends.
 //
-// Calls are plans, dispatches by the latest plan, and combines with weights from the tokens' ranks:
-// those are sent first, then sums come back. An output that its sources write themselves (direct)
-// is read by its owner until the owner makes its next call; so it is read last of all, which covers
-// staging, too. Abstracted: see gpu.pml.
+// Calls are plans, with replicas or without, dispatches by the latest plan, and combines with weights
+// from the tokens' ranks: those are sent first, then sums come back. An output that its sources
+// write themselves (direct) is read by its owner until the owner makes its next call; so it is read
+// last of all, which covers staging, too. Abstracted: see gpu.pml.
 //
 // Mutations, each of which makes the check fail:
 //   ONE_WORD_AREA          words have one place instead of two
@@ -23,22 +24,28 @@
 //   NO_RECORD_WAIT         records are read before their signals
 //   WORD_BEFORE_END        a rank's word of the next call is sent before it has read its rows
 //   NEVER_SILENT           all calls queued behind one that was broken off are refused by a word
-#define NUM_KINDS 5
-#define FIRST_ROW_KIND 2
-#define FIRST_LOOSE_KIND 5
-#define NUM_SIGNALS 5
+//   ONE_SECOND_AREA        words of second halves have one place instead of two
+//   SECOND_IN_PLACE        words of a call's second half have the place of its first words
+//   NO_SECOND_WAIT         a second half goes on without the words of all ranks
+//   GOES_ON_WHEN_REFUSED   a second half follows though a rank refuses the call in the first
+#define NUM_KINDS 7
+#define FIRST_ROW_KIND 4
+#define FIRST_LOOSE_KIND 7
+#define NUM_SIGNALS 7
+#define IS_RIGHT_NUMBER(number) ((number) == is_second)
 #include "gpu.pml"
 
-#define RECORDS(owner, writer) CELL(2, owner, writer)
-#define WEIGHT(owner, writer) CELL(3, owner, writer)
-#define ROW(owner, writer) CELL(4, owner, writer)
-#define RECORDS_SIGNAL(owner, writer) SIGNAL(2, owner, writer)
-#define WEIGHT_SIGNAL(owner, writer) SIGNAL(3, owner, writer)
-#define ROW_SIGNAL(owner, writer) SIGNAL(4, owner, writer)
+#define RECORDS(owner, writer) CELL(4, owner, writer)
+#define WEIGHT(owner, writer) CELL(5, owner, writer)
+#define ROW(owner, writer) CELL(6, owner, writer)
+#define RECORDS_SIGNAL(owner, writer) SIGNAL(4, owner, writer)
+#define WEIGHT_SIGNAL(owner, writer) SIGNAL(5, owner, writer)
+#define ROW_SIGNAL(owner, writer) SIGNAL(6, owner, writer)
 #define PLAN 0
 #define DISPATCH 1
 #define COMBINE 2
 byte op[C + 1];    // of each call; the first is a plan
+bool is_balanced;  // plans have replicas, all of them or none
 byte plan[C + 1];  // the call that made its plan
 
 #ifdef NO_ROW_WAIT
@@ -98,10 +105,23 @@ proctype rank(byte me) RUNS {
        fi;
        accept_words();
        if
+       :: op[e] == PLAN && is_balanced && GOES_ON ->
+          atomic {
+            is_second = true;
+            store_words(1)
+          };
+          if
+          :: !has_told -> raise_words()
+          :: else
+          fi;
+          accept_words()
+       :: else
+       fi;
+       if
        :: op[e] == PLAN ->
           has_plan = is_good;
           if
-          :: is_good -> SEND(RECORDS, RECORDS_SIGNAL)
+          :: is_good -> IS_RIGHT; SEND(RECORDS, RECORDS_SIGNAL)
           :: else
           fi
        :: else ->
@@ -130,6 +150,10 @@ init {
     byte i;
     op[1] = PLAN;
     plan[1] = 1;
+    if
+    :: is_balanced = true
+    :: true
+    fi;
     for (i : 2 .. C) {
       if
       :: op[i] = PLAN; plan[i] = i

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Eager rows on GPUs: plan and dispatch in one launch (src/cuda/dispatch/fused.cu, eager.cuh,
 // push.cuh, src/cuda/plan/fused.cuh, swap_routing.cuh), and combine of few tokens
-// (src/cuda/combine/call.cpp, combine.cu). Rows, and routing in tagged words, go to one of two
-// areas by the parity of the epoch, before any handshake of their call has come.
+// (src/cuda/combine/call.cpp, combine.cu, reduce.cuh, sum.cuh). Rows, and routing in tagged words
+// (src/cuda/device/tagged.cuh), go to one of two areas by the parity of the epoch, before any
+// handshake of their call has come. Weights of a scaled combine are such words in the same areas:
+// they go out as early, and a rank sends its rows once it has them of all.
 //
-// Checked: who takes rows, routing or a word for those of a call gets those of that call, also while
-// a rank is late and others have broken off; no rank gets a result of a call that another refuses;
-// every wait ends.
+// Checked: who takes rows, routing, weights or a word for those of a call gets those of that call,
+// also while a rank is late and others have broken off; no rank gets a result of a call that another
+// refuses; every wait ends.
 //
 // In a fused launch the handshake, the routing and the rows belong to different warps, so that none
 // of their fences covers the others' stores. All of them are stored as early as they may be. What
@@ -17,13 +19,13 @@
 //
 // Mutations, each of which makes the check fail:
 //   ONE_ROW_AREA            rows have one area instead of two
-//   ONE_ROUTE_AREA          routing has one area instead of two
+//   ONE_ROUTE_AREA          routing and weights have one area instead of two
 //   ONE_WORD_AREA           words have one place instead of two
 //   NO_FENCE                signals are raised before what they announce is visible
 //   NO_WORD_WAIT            a call goes on without the words of all ranks
 //   NO_WAIT_WHEN_GIVEN_UP   a call that is given up does not wait for the words
 //   NO_ROW_WAIT             rows are taken before their signals
-//   NO_ROUTE_TAG            routing is taken without its epoch
+//   NO_ROUTE_TAG            routing and weights are taken without their epoch
 //   SEND_BEFORE_RECEIVE     a launch sends the next call before this one is received
 //   WORD_BEFORE_END         a rank's word of the next call is sent before it has read its rows
 //   PUSH_WHEN_STOPPED       rows and routing are pushed in calls queued behind one that was broken off
@@ -47,7 +49,8 @@
 #endif
 #define FUSED 0
 #define COMBINE 1
-bit op[C + 1];  // of each call
+bit op[C + 1];   // of each call
+bool is_scaled;  // combines are, all of them or none, with weights in place of routing
 
 #define ROW_SIGNAL(owner, writer) SIGNAL(2 + op[e], owner, writer)
 #ifdef NO_ROW_WAIT
@@ -68,19 +71,30 @@ bit op[C + 1];  // of each call
 #else
 #define WRITES_AHEAD (IS_LAUNCHED && !IS_BEHIND)
 #endif
-#define IS_PUSHING (is_good || WRITES_AHEAD)
+#define SCALES (op[e] == COMBINE && is_scaled)
+#define IS_PUSHING (is_good && !SCALES || WRITES_AHEAD)
 
-inline store_rows() {
+// What needs nothing of the peers: all but the rows that their weights scale.
+inline store_first() {
+  needs_weights = is_good && SCALES;
   has_pushed = !IS_PUSHING;
   if
   :: IS_PUSHING -> FOR_PEERS(store(ROW(e, peer, me), e))
   :: else
   fi;
   if
-  :: WRITES_AHEAD -> FOR_PEERS(store(ROUTE(e, peer, me), e))
+  :: needs_weights || WRITES_AHEAD -> FOR_PEERS(store(ROUTE(e, peer, me), e))
   :: else
   fi
 }
+
+// A tag is read together with what it stands for, so that this is one step.
+#define CHECK_ROUTES FOR_PEERS(assert(visible[ROUTE(e, me, peer)] == e))
+#define SCALE_ROWS                       \
+  CHECK_ROUTES;                          \
+  FOR_PEERS(store(ROW(e, peer, me), e)); \
+  needs_weights = false;                 \
+  has_pushed = false
 
 inline raise_rows() {
   d_step {
@@ -98,7 +112,7 @@ inline send_next() {
      atomic {
        e++;
        store_words(0);
-       store_rows()
+       store_first()
      };
      do
      :: raise_words()
@@ -113,19 +127,17 @@ inline send_next() {
 #endif
 }
 
-// A tag is read together with what it stands for, so that this is one step.
 inline take_routes() {
   if
-  :: !is_good || op[e] == COMBINE
-  :: d_step {
-       is_good && op[e] == FUSED && ALL_OF(HAS_ROUTE) ->
-       FOR_PEERS(assert(visible[ROUTE(e, me, peer)] == e))
-     }
-  :: is_good && op[e] == FUSED && !ALL_OF(HAS_ROUTE) && MAY_EXPIRE ->
-     d_step {
-       is_good = false;
-       BREAK_OFF
-     }
+  :: op[e] == FUSED -> TAKE(ALL_OF(HAS_ROUTE), CHECK_ROUTES)
+  :: needs_weights ->
+     TAKE(ALL_OF(HAS_ROUTE), SCALE_ROWS);
+     needs_weights = false;
+     if
+     :: !has_pushed -> raise_rows()
+     :: else
+     fi
+  :: else
   fi
 }
 
@@ -135,14 +147,16 @@ inline take_rows() {
 
 proctype rank(byte me) RUNS {
   RANK_STATE;
+  bool needs_weights;  // of the peers, before it stores its rows
   {
     do
     :: e == C || stopped[me] == BROKEN -> break
     :: e < C ->
-       atomic { begin_call(); store_words(0); store_rows() };
+       atomic { begin_call(); store_words(0); store_first() };
        do
        :: raise_words()
        :: raise_rows()
+       :: d_step { needs_weights && ALL_OF(HAS_ROUTE) -> SCALE_ROWS }
        :: has_told && has_pushed -> break
        od;
        send_next();
@@ -159,6 +173,10 @@ proctype rank(byte me) RUNS {
 init {
   atomic {
     byte i;
+    if
+    :: is_scaled = true
+    :: true
+    fi;
     for (i : 1 .. C) {
       if
       :: op[i] = FUSED

@@ -23,7 +23,8 @@
 // --- memory ---
 
 #define SIGNAL(kind, owner, writer) signal[CELL(kind, owner, writer)]
-// Kinds 0 and 1 are handshakes. Each role of a kernel has a fence of its own.
+// Kinds 0 and 1 are handshakes, in a model with calls of two halves 2 and 3 those of the second.
+// Each role of a kernel has a fence of its own.
 #define WORDS 0
 #define ROWS 1   // FIRST_ROW_KIND and what follows
 #define LOOSE 2  // FIRST_LOOSE_KIND and what follows: stored without a fence
@@ -109,17 +110,31 @@ byte broken_in[N];  // the call in which it became BROKEN
 
 #define REFUSED 128  // added to what a word says
 #ifdef ONE_WORD_AREA
-#define WORD(e, owner, writer) CELL(0, owner, writer)
+#define PLACE_OF_WORD(e) 0
+#elif defined(ONE_SECOND_AREA)
+#define PLACE_OF_WORD(e) (is_second -> 0 : (e) % 2)
 #else
-#define WORD(e, owner, writer) CELL((e) % 2, owner, writer)
+#define PLACE_OF_WORD(e) ((e) % 2)
 #endif
-#define WORD_SIGNAL(e, owner, writer) SIGNAL((e) % 2, owner, writer)
+#ifdef SECOND_IN_PLACE
+#define FIRST_OF_WORDS 0
+#else
+#define FIRST_OF_WORDS (2 * is_second)
+#endif
+#define WORD(e, owner, writer) CELL(FIRST_OF_WORDS + PLACE_OF_WORD(e), owner, writer)
+#define WORD_SIGNAL(e, owner, writer) SIGNAL(2 * is_second + (e) % 2, owner, writer)
 #define HAS_WORD(peer) ((peer) == me || WORD_SIGNAL(e, me, peer) >= e)
 
 #ifdef NO_WORD_WAIT
 #define HAS_ALL_WORDS true
+#elif defined(NO_SECOND_WAIT)
+#define HAS_ALL_WORDS (is_second || ALL_OF(HAS_WORD))
 #else
 #define HAS_ALL_WORDS ALL_OF(HAS_WORD)
+#endif
+// A model may look at the number in a word, too.
+#ifndef IS_RIGHT_NUMBER
+#define IS_RIGHT_NUMBER(number) true
 #endif
 
 // The variables of a rank.
@@ -128,6 +143,7 @@ byte broken_in[N];  // the call in which it became BROKEN
   byte peer;       \
   byte said;       \
   bool is_good;    \
+  bool is_second;  \
   bool has_told;   \
   bool has_pushed
 
@@ -139,6 +155,7 @@ inline begin_call() {
   fi;
   e++;
   is_good = stopped[me] == RUNNING;
+  is_second = false;
   if
   :: is_good && MAY_REFUSE -> num_refusals++; refuser[e] = me; is_good = false
   :: true
@@ -198,8 +215,8 @@ inline accept_words() {
      d_step {
        FOR_PEERS(
          said = visible[WORD(e, me, peer)];
-         assert(said % 8 == e || (said >= REFUSED && stopped[peer] == BROKEN &&
-                                  said % 8 == broken_in[peer] + 1));
+         assert((said % 8 == e && IS_RIGHT_NUMBER(said % REFUSED / 8)) ||
+                (said >= REFUSED && stopped[peer] == BROKEN && said % 8 == broken_in[peer] + 1));
          if
          :: said >= REFUSED -> is_good = false
          :: else
@@ -225,6 +242,14 @@ inline accept_words() {
      }
   fi
 }
+
+// Whether a call of two halves goes on after its first (finish_half): unless all ranks give it up.
+// A rank that has broken off alone goes on, so that its handshake tells the others.
+#ifdef GOES_ON_WHEN_REFUSED
+#define GOES_ON (refuser[e] != me)
+#else
+#define GOES_ON (refuser[e] != me && stopped[me] != GIVEN_UP)
+#endif
 
 // The wait for what follows the handshakes, and the step that takes it once it is there.
 #define TAKE(is_there, body)                     \

@@ -295,6 +295,20 @@ def test_overlap_changes_no_bit_on_gpus(tmp_path, book, flags):
     assert 0 < run["lanes"]["exchange_seconds"] < run["seconds"]
 
 
+def test_replicas_make_ranks_even_on_gpus(tmp_path, book):
+    if not json.loads(weft("info", "--json").stdout)["gpus"]["list"]:
+        pytest.skip("no GPU")
+    numbers = tmp_path / "run.json"
+    args = ["train", book, *TINY_MODEL, "--ranks", 2, "--steps", 10, "--json", numbers]
+    weft(*args)
+    plain = losses(numbers)
+    weft(*args, "--replicas", 2)
+    assert losses(numbers) == pytest.approx(plain, rel=0.03)
+    run = json.loads(numbers.read_text())
+    assert run["config"]["executor"] == "cuda"
+    assert 1 <= run["balance"]["max_over_mean"] < run["balance"]["unbalanced_max_over_mean"]
+
+
 def test_gpus_are_chosen_where_there_are_any(tmp_path, book):
     if not json.loads(weft("info", "--json").stdout)["gpus"]["list"]:
         pytest.skip("no GPU")

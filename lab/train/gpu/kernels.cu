@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <type_traits>
+
 #include "core/half.hpp"
 #include "train/gpu/math.hpp"
 
@@ -82,10 +84,15 @@ __global__ void to_float_kernel(const uint16_t* from, float* to, int64_t size) {
   }
 }
 
-__global__ void add_kernel(const uint16_t* from, float* to, int64_t size) {
+template <class From>  // float, or uint16_t for bf16
+__global__ void add_kernel(const From* from, float* to, int64_t size) {
   const int64_t i = flat_index();
   if (i < size) {
-    to[i] += bf16_to_float(from[i]);
+    if constexpr (std::is_same_v<From, float>) {
+      to[i] += from[i];
+    } else {
+      to[i] += bf16_to_float(from[i]);
+    }
   }
 }
 
@@ -429,7 +436,11 @@ void to_bf16_cuda(const float* from, uint16_t* to, int64_t size, cudaStream_t st
 }
 
 void add_cuda(const uint16_t* from, float* to, int64_t size, cudaStream_t stream) {
-  launch_flat(add_kernel, size, stream, from, to, size);
+  launch_flat(add_kernel<uint16_t>, size, stream, from, to, size);
+}
+
+void DeviceMath::add(const float* from, float* to, int64_t size) {
+  launch_flat(add_kernel<float>, size, stream_, from, to, size);
 }
 
 void DeviceMath::widen(const uint16_t* from, float* to, int64_t size) {

@@ -177,6 +177,7 @@ class DeviceMath {
   void clear(DeviceArray<T>& array) {
     array.clear(stream_);
   }
+  void add(const float* from, float* to, int64_t size);
   void widen(const uint16_t* from, float* to, int64_t size);
 
   // Makes room for what norm_backward() and column_sums() keep for a moment: `elements` of a matrix

@@ -2,7 +2,6 @@
 #include "train/gpu/rank.hpp"
 
 #include <algorithm>
-#include <array>
 #include <numeric>
 #include <type_traits>
 #include <utility>
@@ -94,6 +93,9 @@ void GpuRank::synchronize() {
 void GpuRank::wait_for_exchange() {
   WEFT_CUDA(Context{}, cudaStreamSynchronize(exchange_stream_.get()));
   context_->exchange.check();
+  if (context_->replica_exchange != nullptr) {
+    context_->replica_exchange->check();
+  }
 }
 
 // Threads of one process share what CUDA locks: a rank that allocates, or loads a kernel at its
@@ -120,58 +122,29 @@ auto GpuRank::tensor(Data* data, DType dtype, int64_t rows, int64_t cols) const 
       reinterpret_cast<Byte*>(data), dtype, rows, cols, -1, context_->exchange.config().device};
 }
 
-// Rows are counted here from the routing, because a plan on a GPU would have to come to the host as
-// a whole to tell.
 CountedPlan GpuRank::plan(int64_t num_tokens, const int32_t* topk_idx) {
   meet();
   Plan plan = context_->exchange.plan(
       {.topk_idx = tensor(topk_idx, DType::kInt32, num_tokens, config().topk)},
-      {.layout = Layout::kExpertMajor},
+      context_->plan_options(),
       {.stream = exchange_stream_.get()}
   );
   part();
+  // What the host knows without a copy of the whole plan.
+  int64_t wire_rows = -plan.sent_arrivals(plan.rank());
+  for (int rank = 0; rank < plan.num_ranks(); ++rank) {
+    wire_rows += plan.sent_arrivals(rank);
+  }
   const auto rows = plan.rows_per_expert();
   const int64_t logical_rows = std::reduce(rows.begin(), rows.end(), int64_t{0});
-  return {std::move(plan), num_tokens, count_wire_rows(num_tokens, topk_idx), logical_rows};
-}
-
-// A token crosses once to each other rank that has one of its experts.
-int64_t GpuRank::count_wire_rows(int64_t num_tokens, const int32_t* topk_idx) {
-  const int topk = config().topk;
-  host_topk_idx_.resize(static_cast<size_t>(num_tokens * topk));
-  if (host_topk_idx_.empty()) {
-    return 0;
-  }
-  const size_t num_bytes = host_topk_idx_.size() * sizeof(int32_t);
-  WEFT_CUDA(
-      Context{},
-      cudaMemcpyAsync(
-          host_topk_idx_.data(), topk_idx, num_bytes, cudaMemcpyDeviceToHost, exchange_stream_.get()
-      )
-  );
-  wait_for_exchange();
-  const int experts_per_rank = config().num_experts / group_->num_ranks();
-  int64_t num_rows = 0;
-  for (size_t first = 0; first < host_topk_idx_.size(); first += static_cast<size_t>(topk)) {
-    std::array<int, kMaxTopk + 1> ranks = {group_->rank()};  // of this token, and its own
-    auto last = ranks.begin() + 1;
-    for (int k = 0; k < topk; ++k) {
-      const int32_t expert = host_topk_idx_[first + static_cast<size_t>(k)];
-      const int rank = expert < 0 ? group_->rank() : expert / experts_per_rank;
-      if (std::find(ranks.begin(), last, rank) == last) {
-        *last++ = rank;
-        ++num_rows;
-      }
-    }
-  }
-  return num_rows;
+  return {std::move(plan), num_tokens, wire_rows, logical_rows};
 }
 
 // The exchange has room for copies if they are to be made.
-CallOptions GpuRank::call(bool is_overlapped, bool is_dispatch) const {
+CallOptions GpuRank::call(const Exchange& exchange, bool is_overlapped, bool is_dispatch) const {
   CallOptions call = {.stream = exchange_stream_.get()};
   if (is_overlapped && context_->has_two_lanes) {
-    call.copy_engines = context_->exchange.config().copy_engines;
+    call.copy_engines = exchange.config().copy_engines;
     call.num_sms = overlap::overlapped_sms(num_gpu_sms_, is_dispatch && call.copy_engines);
   }
   return call;
@@ -192,7 +165,8 @@ Buffer GpuRank::dispatch(
     out.weights = tensor(weights->to, DType::kFloat32, num_rows, 1);
   }
   meet();
-  context_->exchange.dispatch(counted.plan, in, out, call(is_overlapped, true));
+  Exchange& exchange = context_->exchange;
+  exchange.dispatch(counted.plan, in, out, call(exchange, is_overlapped, true));
   part();
   context_->dispatch.count(counted, rows.tensor().row_bytes());
   return rows;
@@ -213,9 +187,59 @@ void GpuRank::combine(
     out.weights = tensor(weights->to, DType::kFloat32, counted.num_tokens, config().topk);
   }
   meet();
-  context_->exchange.combine(counted.plan, in, out, call(is_overlapped, false));
+  Exchange& exchange = context_->exchange;
+  exchange.combine(counted.plan, in, out, call(exchange, is_overlapped, false));
   part();
   context_->combine.count(counted, out.x.row_bytes());
+}
+
+Plan GpuRank::plan_weights(int64_t num_tokens, const std::vector<int32_t>& topk_idx) {
+  Exchange& exchange = *context_->replica_exchange;
+  moved_to_.upload(topk_idx, exchange_stream_.get());
+  meet();
+  Plan plan = exchange.plan(
+      {.topk_idx = tensor(moved_to_.data(), DType::kInt32, num_tokens, exchange.config().max_topk)},
+      {.layout = Layout::kExpertMajor, .order = SumOrder::kTopk},
+      {.stream = exchange_stream_.get()}
+  );
+  part();
+  return plan;  // it has waited for the stream: the host's memory has been read
+}
+
+void GpuRank::send_weights(
+    const Plan& moves, bool is_overlapped, const uint16_t* from, uint16_t* to
+) {
+  Exchange& exchange = *context_->replica_exchange;
+  const int64_t hidden = config().hidden;
+  meet();
+  exchange.dispatch(
+      moves,
+      {.x = tensor(from, DType::kBFloat16, moves.num_tokens(), hidden)},
+      {.rows = tensor(to, DType::kBFloat16, moves.num_rows(), hidden)},
+      call(exchange, is_overlapped, true)
+  );
+  part();
+}
+
+void GpuRank::sum_gradients(const Plan& moves, bool is_overlapped, const float* from, float* to) {
+  Exchange& exchange = *context_->replica_exchange;
+  const int64_t hidden = config().hidden;
+  meet();
+  exchange.combine(
+      moves,
+      {.rows = tensor(from, DType::kFloat32, moves.num_rows(), hidden)},
+      {.x = tensor(to, DType::kFloat32, moves.num_tokens(), hidden)},
+      call(exchange, is_overlapped, false)
+  );
+  part();
+}
+
+void GpuRank::copy(const uint16_t* from, uint16_t* to, int64_t size) const {
+  const size_t num_bytes = static_cast<size_t>(size) * sizeof(uint16_t);
+  WEFT_CUDA(
+      Context{},
+      cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDeviceToDevice, exchange_stream_.get())
+  );
 }
 
 }  // namespace weft::moe

@@ -45,7 +45,6 @@ class GpuRank {
  public:
   using Math = DeviceMath;
   static constexpr bool kReleasesRows = false;
-  static constexpr bool kBalances = false;
 
   // Without two lanes in the context both have the same stream. `most_tokens` of a micro-batch.
   GpuRank(const Group& group, MoeContext& context, int64_t most_tokens);
@@ -88,12 +87,17 @@ class GpuRank {
       uint16_t* x,
       const std::optional<TravellingWeights>& weights = {}
   );
+  [[nodiscard]] Plan plan_weights(int64_t num_tokens, const std::vector<int32_t>& topk_idx);
+  void send_weights(const Plan& moves, bool is_overlapped, const uint16_t* from, uint16_t* to);
+  void sum_gradients(const Plan& moves, bool is_overlapped, const float* from, float* to);
   void add(const uint16_t* from, float* to, int64_t size) {
     add_cuda(from, to, size, exchange_stream_.get());
   }
   void round(const float* from, uint16_t* to, int64_t size) {
     to_bf16_cuda(from, to, size, exchange_stream_.get());
   }
+  void copy(const uint16_t* from, uint16_t* to, int64_t size) const;
+  void clear(DeviceArray<float>& array) { array.clear(exchange_stream_.get()); }
 
   [[nodiscard]] const uint16_t* values(const Buffer& rows, DeviceArray<uint16_t>&) const {
     return reinterpret_cast<const uint16_t*>(rows.tensor().data);
@@ -108,8 +112,8 @@ class GpuRank {
   [[nodiscard]] const ModelConfig& config() const { return context_->config; }
 
  private:
-  [[nodiscard]] int64_t count_wire_rows(int64_t num_tokens, const int32_t* topk_idx);
-  [[nodiscard]] CallOptions call(bool is_overlapped, bool is_dispatch) const;
+  [[nodiscard]] CallOptions call(const Exchange& exchange, bool is_overlapped, bool is_dispatch)
+      const;
   void wait_for_exchange();
   void meet();
   void part();
@@ -125,7 +129,7 @@ class GpuRank {
   DeviceMath math_;
   Scratch<DeviceMath> scratch_;
   LanePhases phases_;
-  std::vector<int32_t> host_topk_idx_;
+  DeviceArray<int32_t> moved_to_;  // what plan_weights() was given
 };
 
 }  // namespace weft::moe

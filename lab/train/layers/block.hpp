@@ -176,7 +176,10 @@ class Block {
     plan_.reset();  // so that its memory serves the next
     plan_ = rank_->plan(tokens_->num, topk_idx_.data());
     row_weights_.resize(num_rows());
-    bring_replicas();
+    if (has_replicas()) {
+      rank_->start(Lane::kExchange, Phase::kReduce);
+      replicas_.bring(*rank_, !tokens_->is_first, plan(), experts_.weights());
+    }
 
     rank_->start(Lane::kExchange, Phase::kDispatch);
     rows_ = {};
@@ -190,9 +193,7 @@ class Block {
     rank_->start(Lane::kCompute, Phase::kExperts);
     expert_rows_ = {
         rank_->values(rows_, row_scratch_), row_weights_.data(), plan().padded_rows_per_expert()};
-    if constexpr (Rank::kBalances) {
-      expert_rows_.replicas = replicas_.places();
-    }
+    expert_rows_.replicas = replicas_.places();
     tokens_->expert_out.resize(num_rows() * static_cast<size_t>(rank_->config().hidden));
     experts_.forward(expert_rows_, tokens_->expert_out.data());
   }
@@ -220,9 +221,8 @@ class Block {
     experts_.backward(
         expert_rows_, tokens_->grad_values, tokens_->expert_out.data(), tokens_->row_grads.data()
     );
-    if constexpr (Rank::kBalances) {  // the next exchange takes them to their masters
-      experts_.add_replica_gradients(expert_rows_, tokens_->grad_values);
-    }
+    // The next exchange takes them to their masters.
+    experts_.add_replica_gradients(expert_rows_, tokens_->grad_values);
   }
 
   // Any time between its neighbours. Gives back the rows that the block was sent; on a GPU the
@@ -240,9 +240,9 @@ class Block {
   }
 
   void moe_dispatch_backward() {
-    if constexpr (Rank::kBalances) {
+    if (has_replicas()) {
       rank_->start(Lane::kExchange, Phase::kReduce);
-      replicas_.return_gradients();
+      replicas_.return_gradients(*rank_, !tokens_->is_last);
     }
     rank_->start(Lane::kExchange, Phase::kCombine);
     rank_->combine(
@@ -255,9 +255,9 @@ class Block {
   }
 
   void pre_dispatch_backward() {
-    if constexpr (Rank::kBalances) {  // on the lane that has added the masters' own to them
+    if (has_replicas()) {  // on the lane that has added the masters' own to them
       rank_->start(Lane::kCompute, Phase::kReduce);
-      replicas_.add_to_masters();
+      replicas_.add_to_masters(rank_->math());
     }
     Scratch<typename Rank::Math>& scratch = rank_->scratch();
     rank_->start(Lane::kCompute, Phase::kRoute);
@@ -305,24 +305,14 @@ class Block {
         topk_idx_.data(),
         weights_.data()};
   }
+  [[nodiscard]] bool has_replicas() const { return rank_->context().replicas > 0; }
   [[nodiscard]] size_t num_rows() const { return static_cast<size_t>(plan().num_rows()); }
-
-  void bring_replicas() {
-    if constexpr (Rank::kBalances) {
-      if (const MoeContext& context = rank_->context(); context.replicas > 0) {
-        rank_->start(Lane::kExchange, Phase::kReduce);
-        replicas_.bring(context.replica_exchange, context.config, plan(), experts_.weights());
-      }
-    }
-  }
 
   // The loss is linear in the probabilities: their sums over the tokens are enough.
   void balance() {
     const ModelConfig& config = rank_->config();
     rank_->math().column_sums(probs_.data(), tokens_->num, config.num_experts, prob_sums_.data());
-    balance_grads_ = balance_gradients(
-        routes_per_expert(plan(), rank_->context().replicas), rank_->context().global_tokens
-    );
+    balance_grads_ = balance_gradients(plan().routes_per_expert(), rank_->context().global_tokens);
     host_grad_probs_.clear();
     for (const double grad : balance_grads_) {
       host_grad_probs_.push_back(static_cast<float>(grad) * config.balance_weight);
@@ -335,7 +325,7 @@ class Block {
   Norm<Rank> norm_;
   Linear<Rank> router_;  // [num_experts, hidden]
   Experts<typename Rank::Math> experts_;
-  Replicas replicas_;  // on the host alone
+  Replicas<Rank> replicas_;
 
   // What forward keeps for backward.
   Array<float> probs_;       // [num_tokens, num_experts]

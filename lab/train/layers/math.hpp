@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -144,6 +145,10 @@ class HostMath {
   template <class T>
   void clear(std::vector<T>& array) {
     std::ranges::fill(array, T{});
+  }
+  // to += from.
+  static void add(const float* from, float* to, int64_t size) {
+    std::transform(from, from + size, to, to, std::plus<>());
   }
   // What products take, as fp32.
   void widen(const float* from, float* to, int64_t size) { std::copy_n(from, size, to); }

@@ -4,10 +4,13 @@
 
 #include <filesystem>
 #include <numeric>
+#include <set>
 #include <string>
 #include <unistd.h>
 
+#include "lab/train/replicas_case.hpp"
 #include "lab/train/training_runs.hpp"
+#include "train/gpu/rank.hpp"
 #include "train/lanes/schedule.hpp"
 #include "train/trainer.hpp"
 #include "train_gpu_test.hpp"
@@ -174,6 +177,76 @@ TEST_F(TrainGpuTest, ReportsTheLanesOfAnOverlappedStep) {
     EXPECT_LE(exchange, seconds(times.busy_ns[1]) + slack);
     EXPECT_LE(of(Phase::kExperts), seconds(times.busy_ns[0]) + slack);
     EXPECT_LE(seconds(times.wall_ns), report.seconds);
+  });
+}
+
+TEST_F(TrainGpuTest, ReplicasHaveTheirMastersWeightsAndGiveThemTheirGradients) {
+  for (const int num_ranks : {1, 2, 4}) {
+    SCOPED_TRACE(testing::Message() << num_ranks << " ranks");
+    check_replicas<GpuRank>(num_ranks, gpu_config());
+  }
+}
+
+TEST_F(TrainGpuTest, ReplicasMakeRanksEvenAndKeepTheLoss) {
+  constexpr int kSteps = 20;
+  TrainConfig config = gpu_config();
+  for (const int num_ranks : {1, 2, 4}) {
+    config.replicas = 0;
+    const TrainingRun plain = train(num_ranks, config, kSteps);
+    config.replicas = 2;
+    const TrainingRun balanced = train(num_ranks, config, kSteps);
+    EXPECT_EQ(train(num_ranks, config, kSteps).fingerprint, balanced.fingerprint);
+    EXPECT_NEAR(balanced.reports[0].loss, plain.reports[0].loss, 2e-3) << num_ranks << " ranks";
+    double spared = 0;
+    for (size_t i = 0; i < kSteps; ++i) {
+      const StepReport& report = balanced.reports[i];
+      const double expected = plain.reports[i].loss;
+      EXPECT_NEAR(report.loss, expected, 0.03 * expected) << "step " << i;
+      EXPECT_DOUBLE_EQ(report.mean_load, 2 * 67 * 2.0 / num_ranks);  // blocks, tokens, top-k
+      EXPECT_GE(report.busiest, report.mean_load);
+      spared += report.unbalanced - report.busiest;
+    }
+    EXPECT_EQ(spared > 0, num_ranks > 1) << num_ranks << " ranks";
+  }
+}
+
+TEST_F(TrainGpuTest, OverlapChangesNoBitWithReplicas) {
+  constexpr int kSteps = 5;
+  for (const int num_ranks : {1, 2, 4}) {
+    TrainConfig config = micro_batched(3, {});
+    config.replicas = 2;
+    const TrainingRun expected = train(num_ranks, config, kSteps);
+    config.overlap.is_on = true;
+    for (const bool delays : {false, true}) {
+      for (const CopyEngines copies : {CopyEngines::kNever, CopyEngines::kAlways}) {
+        config.overlap.delays_weight_gradients = delays;
+        config.overlap.copy_engines = copies;
+        const TrainingRun run = train(num_ranks, config, kSteps);
+        EXPECT_EQ(run.fingerprint, expected.fingerprint)
+            << num_ranks << " ranks, delayed " << delays;
+        for (size_t i = 0; i < kSteps; ++i) {
+          EXPECT_EQ(run.reports[i].loss, expected.reports[i].loss) << "step " << i;
+          EXPECT_EQ(run.reports[i].busiest, expected.reports[i].busiest) << "step " << i;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(TrainGpuTest, CountsARowForEachOtherRankThatATokenGoesTo) {
+  train(4, gpu_config(), 0, {}, [](Trainer& trainer) {
+    const StepReport report = trainer.step();
+    int64_t rows = 0;
+    for (const int block : {0, 1}) {
+      const auto topk_idx = trainer.last_topk_idx(block);
+      for (size_t token = 0; token < topk_idx.size(); token += 2) {
+        std::set<int> ranks = {topk_idx[token] / 2, topk_idx[token + 1] / 2};  // 2 experts on each
+        ranks.erase(trainer.exchange().rank());
+        rows += static_cast<int64_t>(ranks.size());
+      }
+    }
+    const int64_t row_bytes = gpu_config().model.hidden * dtype_bytes(DType::kBFloat16);
+    EXPECT_EQ(report.dispatch.wire_bytes, 2 * rows * row_bytes);  // forward and backward
   });
 }
 

@@ -6,11 +6,19 @@
 #include <filesystem>
 #include <string>
 
+#include "replicas_case.hpp"
 #include "training_runs.hpp"
 #include "weft/error.hpp"
 
 namespace weft::moe {
 namespace {
+
+TEST(ReplicasTest, HaveTheirMastersWeightsAndGiveThemTheirGradients) {
+  for (const int num_ranks : {1, 2, 4}) {
+    SCOPED_TRACE(testing::Message() << num_ranks << " ranks");
+    check_replicas<HostRank>(num_ranks, small_config());
+  }
+}
 
 // The gradients of an expert with replicas are sums of parts, rounded differently in the last bits
 // of fp32; without the replicas' part, or with other weights there, the runs part at once.
