@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "cli/progress.hpp"
+#include "core/check.hpp"
 #include "core/gpu/devices.hpp"
 #include "core/gpu/stream.hpp"
 #include "cuda/memory/owners.hpp"
@@ -194,6 +195,7 @@ Json measure_case(const CostCase& shape, int64_t hidden, int num_samples) {
 
 std::vector<Json> measure_gpu_deaths(int num_deaths, uint64_t seed) {
   const int num_gpus = count_gpus_apart();
+  WEFT_CHECK(Context{}, num_gpus > 0, ErrorCode::kNotAvailable, "survive_bench: no GPU is visible");
   std::vector<Json> rows;
   for (const bool is_replayed : {false, true}) {
     program::Progress progress(is_replayed ? "deaths in replays" : "deaths");
