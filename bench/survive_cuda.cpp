@@ -73,7 +73,7 @@ class Contender {
     workload.routing.topk = kTopk;
     const program::RankInput input = program::make_input(workload, group.rank());
     const ConstTensor idx = input.topk_idx.view();
-    const auto bytes = static_cast<uint64_t>(idx.rows * idx.cols) * sizeof(int64_t);
+    const auto bytes = static_cast<uint64_t>(idx.rows * idx.cols) * static_cast<uint64_t>(dtype_bytes(idx.dtype));
     idx_.create(bytes, {});
     WEFT_CUDA(Context{}, cudaMemcpy(idx_.get(), idx.data, bytes, cudaMemcpyHostToDevice));
     const int64_t rows = shape.rows_of_mean * shape.tokens * kTopk;
@@ -83,7 +83,7 @@ class Contender {
     rows_ = exchange_->allocate(rows, hidden, DType::kBFloat16);
     tokens_ = {.dtype = DType::kBFloat16, .rows = shape.tokens, .cols = hidden};
     tokens_.device = config.device;
-    indices_ = {.dtype = DType::kInt64, .rows = shape.tokens, .cols = kTopk};
+    indices_ = {.dtype = idx.dtype, .rows = shape.tokens, .cols = kTopk};
     indices_.device = config.device;
   }
 

@@ -130,11 +130,12 @@ def kind_of(row, run):
     if row["op"] == "storm":
         return f"Storms of 2 to 8 ranks ({row['executor']}, {row['transport']})", STORM, row
     if row["op"] == "death":
-        return f"From a death to the end of the call on all others ({row['executor']}, {row['transport']})", DEATH, row
+        replayed = ", replayed graphs" if row.get("mode") == "graph" else ""
+        return f"From a death to the end of the call on all others ({row['executor']}, {row['transport']}{replayed})", DEATH, row
     if row["op"] == "readmission":
         return f"From a new process's call of rejoin to the end of the first call with it on all ranks ({row['executor']}, {row['transport']})", RETURN, row
     if row["op"] == "shrink_cost":
-        ranks = f"{row['ranks']} ranks ({row['executor']}, {row['transport']})"
+        ranks = f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''} ({row['executor']}, {row['transport']})"
         return f"Plan, dispatch and combine while nobody dies, {ranks}, {shape(row)}", COST, row
     if row["op"] == "push_weights":
         where = f"{row['ranks']} ranks in {row['domains']} domain{'s' if row['domains'] > 1 else ''} ({row['executor']}, {row['transport']})"

@@ -156,13 +156,13 @@ TEST_F(GpuSurvivalTest, TheRestGoesOnWhenARankLeaves) {
 
 // Nothing of it is taken for new when it goes on.
 TEST_F(GpuSurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
-  const ExchangeSetup own = setup(1s);
+  const ExchangeSetup own = setup(4s);
   const CaseData all = case_without(own, {});
   const auto stop = [&](const Group&, std::optional<Exchange>& exchange) {
     const pid_t pid = ::getpid();
     const pid_t waker = ::fork();
     if (waker == 0) {
-      std::this_thread::sleep_for(6s);
+      std::this_thread::sleep_for(12s);
       static_cast<void>(::kill(pid, SIGCONT));
       ::_exit(0);
     }
