@@ -27,12 +27,10 @@
 #include "measure/results.hpp"
 #include "measure/workload.hpp"
 #include "report/json_text.hpp"
+#include "survive_gpus.hpp"
 #include "survivors/shared.hpp"
 #include "survivors/survivors.hpp"
 #include "weft/exchange.hpp"
-#ifdef WEFT_SURVIVES_ON_GPUS
-#include "survive_cuda.hpp"
-#endif
 
 namespace weft::bench {
 namespace {
@@ -388,12 +386,8 @@ int run(int argc, char** argv) {
   )
       ->capture_default_str();
   app.add_option("--seed", seed, "Of deaths and readmissions")->capture_default_str();
-#ifdef WEFT_SURVIVES_ON_GPUS
   bool is_on_gpus = false;
   app.add_flag("--gpus", is_on_gpus, "On the GPUs of this host: deaths and the cost");
-#else
-  constexpr bool is_on_gpus = false;
-#endif
   app.add_option("--json", json_path, "Write the results to this file");
   app.add_flag("--smoke", is_smoke, "Small, as a test");
   CLI11_PARSE(app, argc, argv);
@@ -405,32 +399,30 @@ int run(int argc, char** argv) {
   ::setenv("WEFT_LOG", "error", 0);  // each loss is a warning
   const int64_t hidden = is_smoke ? 256 : kHidden;
   Json rows = Json::array();
-#ifdef WEFT_SURVIVES_ON_GPUS
-  if (is_on_gpus && num_deaths > 0) {
-    rows = measure_gpu_deaths(num_deaths, seed);
-  }
-  if (is_on_gpus && num_samples > 0) {
-    for (const Json& row : measure_gpu_cost(num_samples, is_smoke)) {
+  const auto tell = [&](const Json& row, bool is_more) {
+    if (is_more) {
+      rows.back() = row;
+    } else {
       rows.push_back(row);
     }
+    if (!json_path.empty()) {  // what there is, should the rest not come
+      program::save_results(json_path, rows, {});
+    }
+  };
+  if (num_deaths > 0) {  // first: it forks
+    is_on_gpus ? measure_gpu_deaths(num_deaths, seed, tell)
+               : tell(measure_deaths(num_deaths, seed), false);
   }
-#endif
-  if (!is_on_gpus && num_deaths > 0) {  // first: it forks
-    rows.push_back(measure_deaths(num_deaths, seed));
+  if (num_returns > 0 && !is_on_gpus) {
+    tell(measure_readmissions(num_returns, seed), false);
   }
-  if (!is_on_gpus && num_returns > 0) {
-    rows.push_back(measure_readmissions(num_returns, seed));
-  }
-  if (!is_on_gpus && num_samples > 0) {
-    rows.push_back(measure_cost({.name = 'A', .tokens = 512, .iterations = num_samples}, hidden));
-    rows.push_back(
-        measure_cost({.name = 'D', .tokens = 128, .iterations = 20 * num_samples}, hidden)
-    );
+  if (num_samples > 0 && is_on_gpus) {
+    measure_gpu_cost(num_samples, is_smoke, tell);
+  } else if (num_samples > 0) {
+    tell(measure_cost({.name = 'A', .tokens = 512, .iterations = num_samples}, hidden), false);
+    tell(measure_cost({.name = 'D', .tokens = 128, .iterations = 20 * num_samples}, hidden), false);
   }
   print(rows);
-  if (!json_path.empty()) {
-    program::save_results(json_path, rows, {});
-  }
   const bool is_good = std::ranges::all_of(rows, [](const Json& row) {
     return row.value("wrong", 0) == 0 && row.value("hung", 0) == 0;
   });
@@ -442,5 +434,10 @@ int run(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   weft::program::open_standard_streams();
-  return weft::bench::run(argc, argv);
+  try {
+    return weft::bench::run(argc, argv);
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+    return 1;
+  }
 }

@@ -25,7 +25,7 @@ DEVICE = [
 HOST = ["memory_order_release", "memory_order_acquire", "memory_order_acq_rel", "memory_order_seq_cst", "volatile", "write_word"]
 WATCHED = [  # (pattern of paths, primitives); the inline PTX that defines the primitives is left out
     (re.compile(r"^src/(cuda|hosts)/(?!device/ptx/).*\.cuh?$"), DEVICE),
-    (re.compile(r"^src/(cpu|cuda|exchange|hosts|transport/(mapped|ofi))/.*\.[ch]pp$"), HOST),
+    (re.compile(r"^src/(cpu|cuda|exchange|hosts|survive|transport/(mapped|ofi))/.*\.[ch]pp$"), HOST),
 ]
 MODELS = "tests/model"
 MUTATION = re.compile(r"^//   ([A-Z_]+)  ", re.M)

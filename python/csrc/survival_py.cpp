@@ -8,7 +8,9 @@ namespace weft::py {
 namespace {
 
 nb::tuple tuple_of(const CallReport& report) {
-  return nb::make_tuple(report.epoch, report.alive, report.lost, report.lost_experts);
+  return nb::make_tuple(
+      report.epoch, report.alive, report.lost, report.lost_experts, report.void_calls
+  );
 }
 
 }  // namespace

@@ -13,7 +13,15 @@ import torch as _torch  # noqa: F401
 from weft._version import __version__
 from weft.autograd import combine, dispatch, plan, plan_and_dispatch
 from weft.balance import Balance
-from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported
+from weft.errors import (
+    Error,
+    InvalidArgument,
+    NotAvailable,
+    PeerError,
+    RanksLost,
+    TimeoutError,
+    Unsupported,
+)
 from weft.exchange import Exchange
 from weft.exchange_state import CallReport
 from weft.group import Group
@@ -35,6 +43,7 @@ __all__ = [
     "PeerError",
     "Placement",
     "Plan",
+    "RanksLost",
     "TimeoutError",
     "Unsupported",
     "__version__",

@@ -41,12 +41,18 @@ class PeerError(Error):
     """Another rank died or left."""
 
 
+class RanksLost(PeerError):
+    """On GPUs, with on_peer_loss="shrink": ranks are lost, and the exchange goes on without them.
+    `exchange.report()` says which, and how many of this rank's last calls are to be made again."""
+
+
 _BY_CODE = {
     "invalid argument": InvalidArgument,
     "unsupported": Unsupported,
     "not available": NotAvailable,
     "timeout": TimeoutError,
     "peer failed": PeerError,
+    "ranks lost": RanksLost,
 }
 
 

@@ -32,10 +32,11 @@ class Exchange(ExchangeBegin):
     from the first plan on that is made beside computation, if copy engines are chosen there
     (docs/overlap.md). num_threads: CPU workers of this rank, 0 to share the host's cores.
     timeout: seconds, of every wait. on_peer_loss: "fail", a rank that dies, leaves or lets the
-    deadline pass ends the exchange on all others; or "shrink", on CPUs of one host, where the call
-    ends without it and so do all later ones: its tokens, and routes to its experts, are gone
-    (docs/faults.md). on_loss: called with the `CallReport` of a call that has lost ranks, by the
-    thread of the call before it returns; it makes no calls, and what it raises goes to
+    deadline pass ends the exchange on all others; or "shrink", on one host, where they go on
+    without it: its tokens, and routes to its experts, are gone (docs/faults.md). On CPUs the call
+    ends without it, on GPUs the next one raises `RanksLost`. on_loss: called with the `CallReport`
+    of a call that has lost ranks, by the thread of the call; it makes no calls, and what it raises
+    goes to
     sys.unraisablehook. Raises InvalidArgument on every rank if any rank's arguments are wrong or
     differ, Unsupported where ranks cannot be lost.
     """

@@ -27,6 +27,8 @@ class CallReport(NamedTuple):
     # Experts that no rank alive has, ascending: those of lost ranks, but for those that the
     # `Placement` of the last plan has elsewhere.
     lost_experts: list[int]
+    # GPUs: so many of this rank's last calls, replays of graphs included, have to be made again.
+    void_calls: int = 0
 
 
 OnLoss = Callable[[CallReport], None]

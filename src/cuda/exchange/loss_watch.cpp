@@ -33,14 +33,14 @@ LossWatch::LossWatch(
 }
 
 LossWatch::~LossWatch() {
-  is_ended_.store(true, std::memory_order_release);
+  is_ended_.store(true, std::memory_order_relaxed);
   thread_.join();
   survival_.leave();
 }
 
 void LossWatch::run() {
   set_log_rank(context_.rank, context_.num_ranks);
-  while (!is_ended_.load(std::memory_order_acquire)) {
+  while (!is_ended_.load(std::memory_order_relaxed)) {
     try {
       look();
     } catch (const std::exception& error) {
@@ -62,7 +62,7 @@ void LossWatch::look() {
     return;
   }
   if (trouble == Survival::Trouble::kLeft) {
-    has_left_.store(true, std::memory_order_release);
+    has_left_.store(true, std::memory_order_relaxed);
     const auto now = Clock::now();
     seen_to_leave_ = seen_to_leave_.value_or(now);
     if (now - *seen_to_leave_ < kFarewell) {
@@ -123,7 +123,7 @@ std::optional<LossWatch::Calls> LossWatch::settle(
         all.first_void = std::min(all.first_void, theirs.first_void);
       }
       seen_to_leave_.reset();
-      has_left_.store(false, std::memory_order_release);
+      has_left_.store(false, std::memory_order_relaxed);
       return all;
     } catch (const Error& error) {  // others were lost meanwhile, or have not come
       if (error.code() != ErrorCode::kPeerFailed) {

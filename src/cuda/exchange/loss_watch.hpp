@@ -38,7 +38,7 @@ class LossWatch {
   // The same within this time.
   [[nodiscard]] bool await_news(std::chrono::milliseconds at_most) const;
   // A rank has ended its exchange: a call that needs it will not end.
-  [[nodiscard]] bool has_left() const { return has_left_.load(std::memory_order_acquire); }
+  [[nodiscard]] bool has_left() const { return has_left_.load(std::memory_order_relaxed); }
   [[nodiscard]] CallReport report() const;
   // Others shall not wait for this rank any more.
   void leave();

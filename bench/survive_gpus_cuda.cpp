@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "survive_cuda.hpp"
-
 #include <fmt/format.h>
 
 #include <cuda_runtime_api.h>
@@ -22,6 +20,7 @@
 #include "measure/gpu_timer_cuda.hpp"
 #include "measure/measure.hpp"
 #include "measure/workload.hpp"
+#include "survive_gpus.hpp"
 #include "survivors/gpu_deaths.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
@@ -73,7 +72,8 @@ class Contender {
     workload.routing.topk = kTopk;
     const program::RankInput input = program::make_input(workload, group.rank());
     const ConstTensor idx = input.topk_idx.view();
-    const auto bytes = static_cast<uint64_t>(idx.rows * idx.cols) * static_cast<uint64_t>(dtype_bytes(idx.dtype));
+    const auto bytes =
+        static_cast<uint64_t>(idx.rows * idx.cols) * static_cast<uint64_t>(dtype_bytes(idx.dtype));
     idx_.create(bytes, {});
     WEFT_CUDA(Context{}, cudaMemcpy(idx_.get(), idx.data, bytes, cudaMemcpyHostToDevice));
     const int64_t rows = shape.rows_of_mean * shape.tokens * kTopk;
@@ -193,17 +193,15 @@ Json measure_case(const CostCase& shape, int64_t hidden, int num_samples) {
 
 }  // namespace
 
-std::vector<Json> measure_gpu_deaths(int num_deaths, uint64_t seed) {
+void measure_gpu_deaths(int num_deaths, uint64_t seed, const TellRow& tell) {
   const int num_gpus = count_gpus_apart();
   WEFT_CHECK(Context{}, num_gpus > 0, ErrorCode::kNotAvailable, "survive_bench: no GPU is visible");
-  std::vector<Json> rows;
   for (const bool is_replayed : {false, true}) {
     program::Progress progress(is_replayed ? "deaths in replays" : "deaths");
     std::vector<double> ms;
     int num_wrong = 0;
     int num_hung = 0;
-    int done = 0;
-    while (done < num_deaths) {
+    for (int done = 0; done < num_deaths;) {
       progress.update(static_cast<double>(done) / num_deaths);
       const auto group = test::run_deaths(
           {.num_ranks = kDeathRanks,
@@ -214,29 +212,28 @@ std::vector<Json> measure_gpu_deaths(int num_deaths, uint64_t seed) {
       num_wrong += group.num_wrong;
       num_hung += group.num_hung;
       ms.insert(ms.end(), group.ms.begin(), group.ms.end());
-      done += kDeathRanks - 1;
+      const bool is_more = std::exchange(done, done + kDeathRanks - 1) > 0;
+      tell(
+          {{"op", "death"},
+           {"executor", "cuda"},
+           {"transport", "peer"},
+           {"mode", is_replayed ? "graph" : "eager"},
+           {"ranks", kDeathRanks},
+           {"deaths", done},
+           {"wrong", num_wrong},
+           {"hung", num_hung},
+           {"ms_p50", rounded(program::percentile(ms, 50), 1)},
+           {"ms_p99", rounded(program::percentile(ms, 99), 1)}},
+          is_more
+      );
     }
-    rows.push_back({
-        {"op", "death"},
-        {"executor", "cuda"},
-        {"transport", "peer"},
-        {"mode", is_replayed ? "graph" : "eager"},
-        {"ranks", kDeathRanks},
-        {"deaths", done},
-        {"wrong", num_wrong},
-        {"hung", num_hung},
-        {"ms_p50", rounded(program::percentile(ms, 50), 1)},
-        {"ms_p99", rounded(program::percentile(ms, 99), 1)},
-    });
   }
-  return rows;
 }
 
-std::vector<Json> measure_gpu_cost(int num_samples, bool is_small) {
+void measure_gpu_cost(int num_samples, bool is_small, const TellRow& tell) {
   const int64_t hidden = is_small ? 256 : kHidden;
-  return {
-      measure_case({'A', 4096, Layout::kExpertMajor, 2, false, 1}, hidden, num_samples),
-      measure_case({'D', 128, Layout::kExpertMajor, 2, true, 20}, hidden, num_samples)};
+  tell(measure_case({'A', 4096, Layout::kExpertMajor, 2, false, 1}, hidden, num_samples), false);
+  tell(measure_case({'D', 128, Layout::kExpertMajor, 2, true, 20}, hidden, num_samples), false);
 }
 
 }  // namespace weft::bench
