@@ -71,7 +71,7 @@ def dispatch_blocks(
     """Collective. `Exchange.dispatch_blocks`; stats int32 [El]: the counts are added to it, and are
     contiguous with receives_later."""
     is_summed = stats is not None and stats.is_contiguous()
-    plan, (rows, weights, scales, _, sources, counts) = exchange.dispatch_blocks(
+    plan, outputs = exchange.dispatch_blocks(
         options,
         topk_idx,
         x,
@@ -80,11 +80,18 @@ def dispatch_blocks(
         global_scale=global_scale,
         receives_later=receives_later,
     )
+    blocks = as_blocks(outputs)
     if stats is not None and not is_summed:
-        stats += counts
+        stats += blocks.counts
+    return plan, blocks
+
+
+def as_blocks(outputs: tuple[Tensor | None, ...]) -> Blocks:
+    """What `Exchange.dispatch_blocks` returns beside the plan."""
+    rows, weights, scales, _, sources, counts = outputs
     if scales is not None and scales.dtype == torch.uint8:  # exponents of NVFP4
         scales = scales.view(torch.int8)
-    return plan, Blocks(rows, scales, weights, sources, counts)
+    return Blocks(rows, scales, weights, sources, counts)
 
 
 def put_back(rows: Tensor, order: Tensor, is_row: Tensor) -> Tensor:

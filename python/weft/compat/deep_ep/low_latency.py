@@ -21,7 +21,7 @@ from weft.errors import BadCall
 from weft.run.calls import count
 from weft.streams import CommStream, StreamCall
 
-from .blocks import dispatch_blocks, put_back
+from .blocks import as_blocks, dispatch_blocks, put_back
 from .checks import check, check_handle, check_tensor
 from .handles import LowLatencyHandle
 from .hooks import Hook, LastHooks, Receive
@@ -100,7 +100,8 @@ class LowLatencyMode:
         num_max, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
         waits = dispatch_wait_recv_cost_stats
         formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf)
-        tensors = (x, topk_idx, topk_weights, stats, waits, None)
+        global_scale = _first_of(x_global_scale) if use_nvfp4 else None
+        tensors = (x, topk_idx, topk_weights, stats, waits, global_scale)
         how = (formats, async_finish, return_recv_hook)
         made = self._dispatch_at_once(tensors, num_max, num_experts, *how)
         if made is not None:
@@ -109,11 +110,9 @@ class LowLatencyMode:
         with NoGradients(), Call("low_latency_dispatch", self._pool, **wants) as call:
             stream = self._low_latency(async_finish, return_recv_hook)
             self._hooks.check()
-            global_scale = _first_of(x_global_scale) if use_nvfp4 else None
-            inputs = (x, topk_idx, topk_weights, stats, waits, global_scale)
             block_ranks = self._block_ranks(num_experts)
             sizes = (num_max, num_experts, block_ranks)
-            hidden, topk, options = _core.check_block_dispatch(inputs, *sizes, formats)
+            hidden, topk, options = _core.check_block_dispatch(tensors, *sizes, formats)
             local, waits = num_experts // block_ranks, self._mask.waits(waits)
             wants["expert_stride"] = block_ranks * num_max
             device = x.device
@@ -124,7 +123,7 @@ class LowLatencyMode:
             # Where more is to be done with what has come than one launch does, it does it at once.
             is_later = return_recv_hook and topk_weights is None and not self._mask.has_any
             is_later = is_later and (stats is None or stats.is_contiguous())
-            with stream.call(device, inputs, async_finish=is_async) as work:
+            with stream.call(device, tensors, async_finish=is_async) as work:
                 self._hooks.receive()
                 routes = self._mask.routes(topk_idx, num_experts, local)
                 counted = None if self._mask.has_any or self.enable_shrink else stats
@@ -161,8 +160,7 @@ class LowLatencyMode:
         begun, where there is more to it, or something is wrong with what it was given."""
         told = _core.num_told()
         try:
-            is_nvfp4 = formats[3]
-            if is_nvfp4 or not tensors[2] is tensors[4] is None:
+            if not tensors[2] is tensors[4] is None:
                 return None
             runtime = self._runtime()
             pool, stream, work = runtime.exchanges, runtime.stream, None
@@ -188,8 +186,10 @@ class LowLatencyMode:
         pool.last = exchange
         count("low_latency_dispatch")
         plan, (rows, _, scales, _, sources, counts) = found
+        is_nvfp4 = formats[3]
         handle = self._HANDLE(plan, sources, num_max, tensors[1])
         moved = rows if scales is None else (rows, scales)
+        moved = as_blocks(found[1]).parts() if is_nvfp4 else moved
         if work is None:
             self._hooks.add(None)
             return moved, counts, handle, EventOverlap(), None

@@ -11,6 +11,7 @@ from buffer_cases import NUM_MAX, check_handle, low_latency_case
 from interrupts import refused_by_interrupt
 
 import weft
+from weft.block_formats import from_tiles
 from weft.compat.deep_ep.low_latency import LowLatencyMode
 
 FORMATS = [
@@ -19,6 +20,8 @@ FORMATS = [
     {"round_scale": True},
     {"round_scale": True, "use_ue8m0": True},
     {"use_mxfp8": True},
+    {"use_nvfp4": True},
+    {"use_nvfp4": True, "use_ue8m0_for_sf": True, "x_global_scale": torch.full((3,), 0.25)},
 ]
 WAYS = {"_dispatch_at_once": "dispatch", "_combine_at_once": "combine"}
 
@@ -50,7 +53,13 @@ class Ways:
 
 
 def parts_of(x):
-    return x if isinstance(x, tuple) else (x,)
+    if not isinstance(x, tuple):
+        return (x,)
+    rows, scales = x
+    if scales.dim() == 6:  # NVFP4, as grouped products want it
+        rows, tiles = rows.permute(2, 0, 1), bits_of(scales).permute(5, 2, 4, 0, 1, 3)
+        scales = from_tiles(tiles, rows.size(1))
+    return rows, scales
 
 
 def bits_of(part):
