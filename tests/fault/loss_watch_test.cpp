@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+// How ranks on GPUs agree on who is left and on the calls that are to be made again, without a GPU:
+// a flag stands for the kernels that are stopped.
+#include "cuda/exchange/loss_watch.hpp"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unistd.h>
+#include <vector>
+
+#include "core/check.hpp"
+#include "group/control_plane.hpp"
+#include "support/errors.hpp"
+
+namespace weft::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr std::chrono::milliseconds kTimeout = 20s;
+constexpr std::chrono::milliseconds kSoon = 10s;  // on a busy machine
+
+// A rank whose calls are made up.
+class Watched {
+ public:
+  explicit Watched(const Group& group, std::chrono::milliseconds timeout = kTimeout)
+      : context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = "peer"},
+        watch_(std::make_unique<LossWatch>(group, context_, timeout, [this] { ++num_stops_; })) {}
+
+  [[nodiscard]] LossWatch& watch() { return *watch_; }
+  [[nodiscard]] int num_stops() const { return num_stops_; }
+  void leave() { watch_.reset(); }
+
+  // Rank r has ended call 10 + r, and its calls from 8 + r on are void.
+  [[nodiscard]] std::optional<LossWatch::Calls> settle(ErrorCode cause = ErrorCode::kPeerFailed) {
+    const auto rank = static_cast<uint64_t>(context_.rank);
+    const auto agreed = watch_->settle("plan", cause, {.last = 10 + rank, .first_void = 8 + rank});
+    watch_->resume();
+    return agreed;
+  }
+
+  // What is wrong, if anything, after these were lost; all that are left have called settle().
+  [[nodiscard]] std::string problem(
+      const std::optional<LossWatch::Calls>& agreed, const std::vector<int>& alive, uint32_t lost
+  ) const {
+    const auto first = static_cast<uint64_t>(alive.front());
+    const auto last = static_cast<uint64_t>(alive.back());
+    const CallReport report = watch_->report();
+    const bool is_good = agreed && agreed->last == 10 + last && agreed->first_void == 8 + first &&
+                         report.alive == alive && watch_->lost() == lost && !watch_->has_news();
+    return is_good ? std::string()
+                   : fmt::format(
+                         "last {}, first void {}, alive {}, lost {:b}",
+                         agreed ? agreed->last : 0,
+                         agreed ? agreed->first_void : 0,
+                         fmt::join(report.alive, ","),
+                         watch_->lost()
+                     );
+  }
+
+ private:
+  Context context_;
+  std::atomic<int> num_stops_ = 0;
+  std::unique_ptr<LossWatch> watch_;
+};
+
+int verdict(int rank, const std::string& problem) {
+  if (!problem.empty()) {
+    fmt::print(stderr, "rank {}: {}\n", rank, problem);
+  }
+  return problem.empty() ? 0 : 1;
+}
+
+constexpr int kKilled = 128 + SIGKILL;
+
+TEST(LossWatchTest, AgreesOnCallsWhenARankIsKilled) {
+  const auto statuses = run_forked(4, [](const Group& group) {
+    Watched own(group);
+    group.barrier();
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    if (!own.watch().await_news(kSoon) || own.watch().has_left()) {
+      return verdict(group.rank(), "heard of no death");
+    }
+    const auto agreed = own.settle();
+    const std::string text = own.num_stops() == 1 ? "" : "the kernels were not stopped once";
+    return verdict(group.rank(), text + own.problem(agreed, {0, 2, 3}, 0b10));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0, 0}));
+}
+
+// One of those that hear of the first death dies instead of agreeing, at any moment.
+TEST(LossWatchTest, AgreesWhenAnotherDiesMeanwhile) {
+  for (int i = 0; i < 6; ++i) {
+    const auto statuses = run_forked(4, [i](const Group& group) {
+      Watched own(group);
+      group.barrier();
+      if (group.rank() == 1) {
+        static_cast<void>(::raise(SIGKILL));
+      }
+      static_cast<void>(own.watch().await_news(kSoon));
+      if (group.rank() == 2) {
+        std::thread([i] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(2 * i));
+          static_cast<void>(::raise(SIGKILL));
+        }).detach();
+      }
+      // Whoever has agreed with rank 2 before it died agrees again without it.
+      auto agreed = own.settle();
+      while (own.watch().lost() != 0b110) {
+        static_cast<void>(own.watch().await_news(kSoon));
+        agreed = own.settle();
+      }
+      return verdict(group.rank(), own.problem(agreed, {0, 3}, 0b110));
+    });
+    EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, kKilled, 0})) << i;
+  }
+}
+
+// Their last calls may end before it counts as lost.
+TEST(LossWatchTest, GivesOthersTimeWhenARankLeaves) {
+  const auto statuses = run_forked(3, [](const Group& group) {
+    Watched own(group);
+    group.barrier();
+    if (group.rank() == 1) {
+      own.leave();
+      group.barrier();
+      return 0;
+    }
+    while (!own.watch().has_left()) {
+      std::this_thread::sleep_for(1ms);
+    }
+    const bool was_stopped = own.num_stops() > 0;
+    static_cast<void>(own.watch().await_news(kSoon));
+    const auto agreed = own.settle();
+    group.barrier();
+    const bool is_stopped = own.num_stops() == 1;
+    const std::string text = was_stopped || !is_stopped ? "stopped too soon, or not at all; " : "";
+    return verdict(group.rank(), text + own.problem(agreed, {0, 2}, 0b10));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(LossWatchTest, AMaskedRankHearsOfIt) {
+  const auto statuses = run_forked(3, [](const Group& group) {
+    Watched own(group);
+    group.barrier();
+    if (group.rank() == 0) {
+      own.watch().mask(std::array{1});
+    }
+    static_cast<void>(own.watch().await_news(kSoon));
+    if (group.rank() != 1) {
+      return verdict(group.rank(), own.problem(own.settle(), {0, 2}, 0b10));
+    }
+    const auto heard = thrown_by([&] { static_cast<void>(own.settle()); });
+    const bool is_told =
+        heard && heard->is_peer_error && heard->text.find("was given up by") != std::string::npos;
+    return verdict(1, is_told ? "" : text_of(heard));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST(LossWatchTest, AStoppedRankIsGivenUpAfterADeadline) {
+  const auto statuses = run_forked(3, [](const Group& group) {
+    Watched own(group, 1s);
+    const pid_t pid = ::getpid();
+    const auto pids = group.all_gather(std::as_bytes(std::span(&pid, 1)));
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGSTOP));
+      return 0;
+    }
+    const bool has_news = own.watch().await_news(100ms);
+    const auto agreed = own.settle(ErrorCode::kTimeout);
+    const auto stopped = block_value<pid_t>(pids[1], 1, Context{});
+    static_cast<void>(::kill(stopped, SIGKILL));
+    const std::string text = has_news ? "a rank that was stopped a moment ago is lost; " : "";
+    return verdict(group.rank(), text + own.problem(agreed, {0, 2}, 0b10));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0}));
+}
+
+TEST(LossWatchTest, FindsNothingWhereNobodyIsLost) {
+  const auto statuses = run_forked(2, [](const Group& group) {
+    Watched own(group);
+    group.barrier();
+    const bool is_none = !own.settle();
+    group.barrier();
+    return is_none && own.num_stops() == 0 && own.watch().report().alive.size() == 2 ? 0 : 1;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+// Threads of one process, for detectors of races.
+TEST(LossWatchTest, ThreadsThatLeaveAreLost) {
+  std::array<std::string, 3> problems;
+  run_threads(3, [&](const Group& group) {
+    Watched own(group);
+    group.barrier();
+    if (group.rank() == 1) {
+      own.leave();
+    } else {
+      static_cast<void>(own.watch().await_news(kSoon));
+      const auto agreed = own.settle();
+      problems[static_cast<size_t>(group.rank())] = own.problem(agreed, {0, 2}, 0b10);
+    }
+    group.barrier();
+  });
+  EXPECT_EQ(problems, (std::array<std::string, 3>{}));
+}
+
+}  // namespace
+}  // namespace weft::test
