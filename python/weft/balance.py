@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from weft import _core, copies
 from weft import relays as relaying
 from weft.block_products import PlacedWeight
-from weft.errors import InvalidArgument
+from weft.errors import InvalidArgument, Unsupported
 from weft.exchange import Exchange
 from weft.group import Group
 from weft.outputs import Plan
@@ -70,6 +70,8 @@ class Balance:
 
         def checked() -> list[tuple[tuple[int, ...], torch.dtype]]:
             _check_relays(relays, on_peer_loss)
+            if on_peer_loss == "shrink" and exchange.device.type != "cpu":
+                raise Unsupported('on_peer_loss = "shrink" of a Balance on GPUs (so far on CPUs)')
             return _kinds(replicas, shapes, dtypes)
 
         kinds = self.group.agreed("Balance", checked)
