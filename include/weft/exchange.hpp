@@ -107,8 +107,8 @@ struct CallReport {
   // Experts that no rank alive has, ascending: those of lost ranks, but for those of which the last
   // plan was given a replica elsewhere (Balancing::placement).
   std::vector<int> lost_experts = {};
-  // GPUs: so many of this rank's last calls have to be made again, those of replayed graphs
-  // included, to be where the others are.
+  // GPUs: when ranks were lost, so many of this rank's last calls had to be made again, those of
+  // replayed graphs included, to be where the others are.
   int64_t void_calls = 0;
 };
 

@@ -157,6 +157,8 @@ class CudaExchange final : public Executor {
   // If ranks are lost: waits for those that are left, and throws Error (kRanksLost) when the next
   // call can be made without the lost ones. Returns if none is.
   void look_for_losses(Op op, ErrorCode cause);
+  // Throws TimeoutError.
+  void await_last_call() const;
   [[nodiscard]] LossWatch::Calls own_calls() const;
   [[noreturn]] void readmit_nobody(std::string_view verb) const;
   // The next call has the number after this one.

@@ -61,18 +61,31 @@ void CudaExchange::go_on_without(uint32_t lost, uint64_t last_call) {
   memory_->forget(lost);
 }
 
+void CudaExchange::await_last_call() const {
+  const auto at_most = 2 * settings_.timeout;
+  const Deadline deadline(at_most);
+  while (cudaEventQuery(own_->last_call.get()) == cudaErrorNotReady) {
+    WEFT_CHECK(
+        context_,
+        !deadline.has_passed(),
+        ErrorCode::kTimeout,
+        "survive: what was queued before the last call has not ended within {}",
+        seconds_text(at_most)
+    );
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  static_cast<void>(cudaGetLastError());  // it is no error of the next launch
+}
+
 void CudaExchange::look_for_losses(Op op, ErrorCode cause) {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
   stop_for_loss();
-  const Deadline deadline(2 * settings_.timeout);
-  while (cudaEventQuery(own_->last_call.get()) == cudaErrorNotReady && !deadline.has_passed()) {
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  static_cast<void>(cudaGetLastError());
-  const LossWatch::Calls own = own_calls();
+  LossWatch::Calls own;
   std::optional<LossWatch::Calls> agreed;
   try {
+    await_last_call();
+    own = own_calls();
     agreed = losses_->settle(op_name(op), cause, own);
   } catch (const Error&) {
     set_broken();
