@@ -18,6 +18,7 @@ NIGHT = {
     "copies": ["C=4"],
     "dispatch": ["C=4"],
     "eager": ["C=4"],
+    "losses": ["NIGHT"],
     "parking": [],
     "pipeline": ["ITEMS=5"],
     "roll": ["NIGHT"],
@@ -27,6 +28,8 @@ NEEDS = {
     "EXPIRED_STAYS_GIVEN_UP": ["MAX_REFUSALS=2"],
     "READS_ONCE": ["NIGHT", "N=4", "C=1"],
     "ONE_SLOT": ["NIGHT", "C=1"],
+    "HEEDS_LOST": ["DEATHS=1"],
+    "RETURNS_ALONE": ["N=4", "C=1"],
 }
 # Process types of a model have `provided` clauses, which forbid partial order reduction.
 COMPILE = ["gcc", "-w", "-DNOREDUCE", "-DSAFETY", "-DNOCLAIM", "-DVECTORSZ=4096", "-DMEMLIM=8000", "-o", "pan", "pan.c"]
