@@ -28,7 +28,6 @@ LossWatch::LossWatch(
       stop_(std::move(stop)),
       survival_(group, context, timeout),
       vigil_(survival_.begin_wait()) {
-  survival_.begin_call();
   thread_ = std::thread([this] { run(); });
 }
 
@@ -101,6 +100,7 @@ std::optional<LossWatch::Calls> LossWatch::settle(
     std::string_view op, ErrorCode cause, const Calls& own
 ) {
   const std::lock_guard lock(mutex_);
+  has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   survival_.begin_call();
   if (cause == ErrorCode::kTimeout) {  // a stopped rank is given up once it was silent so long
     const Deadline deadline(timeout_);
@@ -111,7 +111,7 @@ std::optional<LossWatch::Calls> LossWatch::settle(
       std::this_thread::sleep_for(kLookEvery);
     }
   }
-  while (survival_.settle(op, cause)) {
+  for (bool is_new = survival_.settle(op, cause); is_new;) {
     try {
       Calls all = own;
       const std::vector<Bytes> blocks =
@@ -122,16 +122,21 @@ std::optional<LossWatch::Calls> LossWatch::settle(
         all.last = std::max(all.last, theirs.last);
         all.first_void = std::min(all.first_void, theirs.first_void);
       }
-      seen_to_leave_.reset();
-      has_left_.store(false, std::memory_order_relaxed);
-      return all;
+      // Only what all have heard holds: whoever returned alone would go on from other numbers than
+      // those who ask again, as one was lost before it had heard.
+      if (survival_.finish_call(op)) {
+        seen_to_leave_.reset();
+        has_left_.store(false, std::memory_order_relaxed);
+        return all;
+      }
     } catch (const Error& error) {  // others were lost meanwhile, or have not come
       if (error.code() != ErrorCode::kPeerFailed) {
         throw;
       }
-      cause = error.code();
+      is_new = survival_.settle(op, error.code());
     }
   }
+  resume();
   return std::nullopt;
 }
 
