@@ -256,7 +256,7 @@ def peers_block(runs, machine):
             key = call_key(row, row["op"], "graph" in row["mode"])
             if key in rows and row["mode"] in ("exact direct", "budget graph direct"):
                 mine.setdefault(key, []).append(row)
-                measured[f"{run['date'][:10]} (`{run['commit'][:12]}`)"] = True
+                measured.setdefault(run["date"][:10], {})[f"`{run['commit'][:12]}`"] = True
 
     def time(found):
         best = fastest(found)
@@ -269,7 +269,8 @@ def peers_block(runs, machine):
         line["**Weft**"] = time(mine.get(key, []))
         line["Weft on 24"] = time(row for row in mine.get(key, []) if 0 < row["sms"] <= BOUNDS[-1])
         lines.append(line | {name: time(rows[key].get(name, [])) for name in modes})
-    when = f"Weft was measured {' and '.join(measured)}." if measured else "Weft is not measured yet."
+    days = [f"{day} ({', '.join(commits)})" for day, commits in measured.items()]
+    when = f"Weft was measured {' and '.join(days)}." if days else "Weft is not measured yet."
     short = " Where there are few tokens, Weft's calls are replayed as a graph." if any(key[4] for key in rows) else ""
     head = f"Times in us, with the number of multiprocessors where it is known. {when}{short} {peers['about']}"
     ran = "; ".join(f"{name} ({' / '.join(found)})" for name, found in modes.items() if found)
