@@ -351,8 +351,7 @@ void add_device_options(CLI::App& command, TrainOptions& options) {
 void add_replicas_option(CLI::App& app, TrainOptions& options) {
   constexpr const char* kReplicas =
       "Places on each rank for replicas of popular experts, planned for each micro-batch; same "
-      "losses "
-      "to rounding";
+      "losses to rounding";
   app.add_option("--replicas", options.config.replicas, kReplicas)
       ->check(Within(0, kMostReplicas))
       ->default_str("0: none")
