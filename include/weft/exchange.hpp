@@ -220,7 +220,7 @@ class Exchange {
   // left.
   void mask(std::span<const int> ranks);
   // Local. By this a new process takes the place of a rank that is lost (Group::rejoin). Throws
-  // Error (kUnsupported) without PeerLoss::kShrink.
+  // Error (kUnsupported) without PeerLoss::kShrink, and on GPUs; so do readmit() and grow().
   [[nodiscard]] std::string invitation() const;
   // By all ranks that are left, between the same two calls: takes lost ranks in again, whose new
   // processes make the exchange by an invitation meanwhile. Then all go on together, and plans from
@@ -231,7 +231,7 @@ class Exchange {
   // By all ranks that are left, between the same two calls: later calls may have as many tokens on
   // a rank, and choices of a token, as any of these has asked for here. Plans from before go on.
   // False if they could have as many before. Throws Error: kInvalidArgument on every rank for more
-  // than can be, kUnsupported without PeerLoss::kShrink.
+  // than can be, kUnsupported as above.
   bool grow(int64_t max_tokens, int max_topk);
 
   // Local. To `sums`, int64 [1, num_ranks] on the exchange's device, adds `times` the microseconds

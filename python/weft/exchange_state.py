@@ -63,7 +63,7 @@ class ExchangeState:
 
     def invitation(self) -> str:
         """By this a new process takes the place of a rank that is lost: `Group.rejoin`. Raises
-        Unsupported without on_peer_loss="shrink"."""
+        Unsupported without on_peer_loss="shrink", and on GPUs; so do `readmit` and `grow`."""
         return self.core.invitation()
 
     def readmit(self, ranks: Iterable[int]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from buffer_cases import NUM_MAX, check_handle, low_latency_case
 from interrupts import refused_by_interrupt
+from ways import Ways
 
 import weft
 from weft.block_formats import from_tiles
@@ -23,33 +24,10 @@ FORMATS = [
     {"use_nvfp4": True},
     {"use_nvfp4": True, "use_ue8m0_for_sf": True, "x_global_scale": torch.full((3,), 0.25)},
 ]
-WAYS = {"_dispatch_at_once": "dispatch", "_combine_at_once": "combine"}
-
-
-class Ways:
-    """Which calls were made at once; with in_steps none are."""
-
-    def __init__(self, in_steps=False):
-        self.in_steps, self.seen = in_steps, []
-
-    def __enter__(self):
-        self.usual = {name: getattr(LowLatencyMode, name) for name in WAYS}
-        for name, usual in self.usual.items():
-            setattr(LowLatencyMode, name, self.watched(usual, WAYS[name]))
-        return self
-
-    def watched(self, usual, name):
-        def call(*given):
-            made = None if self.in_steps else usual(*given)
-            if made is not None:
-                self.seen.append(name)
-            return made
-
-        return call
-
-    def __exit__(self, *_):
-        for name, usual in self.usual.items():
-            setattr(LowLatencyMode, name, usual)
+WAYS = {
+    (LowLatencyMode, "_dispatch_at_once"): "dispatch",
+    (LowLatencyMode, "_combine_at_once"): "combine",
+}
 
 
 def parts_of(x):
@@ -74,7 +52,7 @@ def same_either_way(rank, num_ranks, group, options):
     for in_steps in (True, False):
         stats = torch.full((case.local,), 5, dtype=torch.int32)
         out = torch.full_like(case.x, 3.0)
-        with Ways(in_steps) as ways:
+        with Ways(WAYS, in_steps) as ways:
             x, count, handle, event, hook = buffer.low_latency_dispatch(
                 *given, cumulative_local_expert_recv_stats=stats, **options
             )
@@ -131,11 +109,11 @@ def in_steps(rank, num_ranks, group):
         {"dispatch_wait_recv_cost_stats": waits},
     ):
         dispatch()
-        with Ways() as ways:
+        with Ways(WAYS) as ways:
             dispatch(**more)
         assert ways.seen == []
         dispatch()
-        with Ways() as ways:
+        with Ways(WAYS) as ways:
             dispatch()
         assert ways.seen == ["dispatch"]
     assert strided.sum() > 0 and strided._base[:, 1].sum() == 0
@@ -150,12 +128,12 @@ def in_steps(rank, num_ranks, group):
         {"zero_copy": True},
         {"combine_wait_recv_cost_stats": waits},
     ):
-        with Ways() as ways:
+        with Ways(WAYS) as ways:
             again, *_ = buffer.low_latency_combine(*given, **more)
         has_gaps = case.x.size(0) > 0 or "out" not in more
         assert ways.seen == ([] if has_gaps else ["combine"])
         assert torch.equal(again, out)
-    with Ways() as ways:
+    with Ways(WAYS) as ways:
         other = buffer.low_latency_combine(x, case.idx.clone(), case.weights, handle)[0]
     assert ways.seen == ([] if case.x.size(0) > 0 else ["combine"])
     assert torch.equal(other, out)
@@ -175,7 +153,7 @@ def later(rank, num_ranks, group, option, in_turns):
     options = {option: True}
     open_hook = None
     for i in range(3):
-        with Ways() as ways:
+        with Ways(WAYS) as ways:
             rows, _, handle, event, hook = buffer.low_latency_dispatch(
                 *arguments, use_fp8=False, **options
             )
@@ -216,7 +194,7 @@ def given_back(rank, num_ranks, group):
     def calls(count):
         for _ in range(count):
             rows, _, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=False)
-            with Ways() as ways:
+            with Ways(WAYS) as ways:
                 buffer.low_latency_dispatch(*given)
                 out = buffer.low_latency_combine(rows, case.idx, case.weights, handle)[0]
             assert ways.seen == ["dispatch", "combine"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from buffer_cases import Case
 from interrupts import refused_by_interrupt
+from ways import Ways
 
 import weft
 from weft import fused_a2a
@@ -17,34 +18,9 @@ from weft.compat.deep_ep.at_once import CallsAtOnce
 
 PLAIN = ("_layout_at_once", "_rows_at_once", "_rows_again_at_once", "_sums_at_once")
 BY_EXPERT = ("_dispatch_at_once", "_combine_at_once")
-WAYS = [(CallsAtOnce, name) for name in PLAIN] + [(HybridEPBuffer, name) for name in BY_EXPERT]
+WAYS = {(CallsAtOnce, name): name for name in PLAIN}
+WAYS |= {(HybridEPBuffer, name): name for name in BY_EXPERT}
 LAYOUT = "num_tokens_per_rank num_tokens_per_rdma_rank num_tokens_per_expert is_token_in_rank"
-
-
-class Ways:
-    """Which calls were made at once, by what made them; with in_steps none are."""
-
-    def __init__(self, in_steps=False):
-        self.in_steps, self.seen = in_steps, []
-
-    def __enter__(self):
-        self.usual = {way: getattr(*way) for way in WAYS}
-        for (kind, name), usual in self.usual.items():
-            setattr(kind, name, self.watched(usual, name))
-        return self
-
-    def watched(self, usual, name):
-        def call(*given):
-            made = None if self.in_steps else usual(*given)
-            if made is not None:
-                self.seen.append(name)
-            return made
-
-        return call
-
-    def __exit__(self, *_):
-        for (kind, name), usual in self.usual.items():
-            setattr(kind, name, usual)
 
 
 def parts_of(made):
@@ -98,7 +74,7 @@ def either_way(rank, num_ranks, group, dtype, alignment):
     made, calls = [], []
     for in_steps in (True, False):
         before = weft.stats()["calls"]
-        with Ways(in_steps) as ways:
+        with Ways(WAYS, in_steps) as ways:
             made.append(normal(buffer, case, alignment, dtype))
         rows = ["_rows_at_once", "_rows_again_at_once", "_sums_at_once", "_sums_at_once"]
         assert ways.seen == ([] if in_steps else ["_layout_at_once", *rows])
@@ -135,7 +111,7 @@ def of_fp8(rank, num_ranks, group, scales):
     buffer.dispatch((rows, factors), **given)
     made = []
     for in_steps in (True, False):
-        with Ways(in_steps) as ways:
+        with Ways(WAYS, in_steps) as ways:
             *out, handle, _ = buffer.dispatch((rows, factors), **given)
             again = buffer.dispatch((rows, 2 * factors), handle=handle)[0]
         assert ways.seen == ([] if in_steps else ["_rows_at_once", "_rows_again_at_once"])
@@ -186,7 +162,7 @@ def fused(rank, num_ranks, group):
     made = []
     for in_steps in (True, False):
         before = weft.stats()["calls"]
-        with Ways(in_steps) as ways:
+        with Ways(WAYS, in_steps) as ways:
             made.append(with_gradients(case.x, case.weights, call))
             made.append(with_gradients(case.x, case.weights, by_function))
             made.append((*call(case.x, case.weights), None, None))
@@ -234,7 +210,7 @@ def by_expert(rank, num_ranks, group, has_map, pad_multiple):
     made = []
     for in_steps in (True, False):
         before = weft.stats()["calls"]
-        with Ways(in_steps) as ways:
+        with Ways(WAYS, in_steps) as ways:
             made.append(call())
         names = ["_dispatch_at_once", "_combine_at_once", "_combine_at_once"]
         assert ways.seen == ([] if in_steps else names)
@@ -277,7 +253,7 @@ def fused_by_expert(rank, num_ranks, group):
     made = []
     for in_steps in (True, False):
         before = weft.stats()["calls"]
-        with Ways(in_steps) as ways:
+        with Ways(WAYS, in_steps) as ways:
             made.append(with_gradients(case.x, probs, call))
             made.append(with_gradients(case.x, probs, by_function))
             made.append((*call(case.x, probs), None, None))
@@ -304,10 +280,10 @@ def grown(rank, num_ranks, group):
     normal(buffer, small)
     for tokens in ((40, 4100), (5, 3), (4100, 1), (900, 900), (930, 900), (1, 0)):
         case = Case(rank, group, 2 * num_ranks, 2, tokens)
-        with Ways() as ways:
+        with Ways(WAYS) as ways:
             made = normal(buffer, case)
         assert len(ways.seen) == 5
-        with Ways(in_steps=True):
+        with Ways(WAYS, in_steps=True):
             same(made, normal(buffer, case))
     assert buffer._pool.last.max_tokens > 4100
 
@@ -323,7 +299,7 @@ def grown_by_expert(rank, num_ranks, group):
         case = Case(rank, group, 2 * num_ranks, 2, tokens, low=0, distinct=True)
         given = {"hidden": case.x, "topk_idx": case.idx, "num_of_experts": case.num_experts}
         rows, *_, counts, handle = buffer.dispatch_with_permute(**given)
-        with Ways(in_steps=True):
+        with Ways(WAYS, in_steps=True):
             again, *_, same_counts, _ = buffer.dispatch_with_permute(**given)
         same((rows, counts), (again, same_counts))
         assert handle.plan.topk == 8
@@ -350,18 +326,18 @@ def in_steps(rank, num_ranks, group):
         (case.x.view(torch.uint8), {}),
         (torch.nn.Parameter(case.x), {}),
     ):
-        with Ways() as ways:
+        with Ways(WAYS) as ways:
             made = buffer.dispatch(x, **given | more)
         assert ways.seen == [] and made[4] is not None
         buffer.dispatch(case.x, **given)
-        with Ways() as ways:
+        with Ways(WAYS) as ways:
             buffer.dispatch(case.x, **given)
         assert ways.seen == ["_rows_at_once"]
     for more in ({"bias": case.x}, {"previous_event": event}, {"async_finish": True}):
-        with Ways() as ways:
+        with Ways(WAYS) as ways:
             buffer.combine(rows, handle, **more)
         assert ways.seen == []
-    with Ways() as ways, torch.no_grad():
+    with Ways(WAYS) as ways, torch.no_grad():
         buffer.get_dispatch_layout(case.idx, case.num_experts, async_finish=True)
     assert ways.seen == []
 
@@ -399,7 +375,7 @@ def given_back(rank, num_ranks, group):
     numbers = (400, 390, 400, 396)
     kept = []
     for in_steps in (False, True):
-        with Ways(in_steps):
+        with Ways(WAYS, in_steps):
             for number in numbers:
                 case.x, case.idx, case.weights = (
                     part[:number].contiguous() for part in (case.all_x[0], case.all_idx[0], WHOLE)
