@@ -11,7 +11,9 @@ call queues on the GPU (gpu_items: kernels, copies and memsets, by the profiler,
 slower once it has been used: so when all times are taken). Modes: "eager": call after call, the
 GPU behind its host. "graph1": one captured call, replayed. "graph": eight calls of different inputs
 in one graph, each an eighth of the replay. "first": the host time of the first call, and the bytes
-that the buffer holds after it. On CPU tensors (--device cpu) there are host times only.
+that the buffer holds after it. On CPU tensors (--device cpu) there are host times only. What these
+ways of timing cost by themselves is case "none", an empty kernel instead of a call: "empty" of one
+thread, "empty_wide" of 512 on each multiprocessor (whose launch from Python is not timed).
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ CASES = {
     "D16": Case(16, 7168, 256, 8),
     "D1": Case(1, 7168, 256, 8),
     "small": Case(16, 512, 8, 2),  # of tests
+    "none": Case(0, 0, 0, 0),  # an empty kernel on a GPU
 }
 LOW_LATENCY = ("D", "D16", "D1")
 IN_GRAPH = 8  # calls, each with inputs of its own
@@ -67,6 +70,7 @@ class Door(NamedTuple):
     sms: int = 0
     is_static: bool = True  # can be captured
     waits: bool = False  # its host waits for a number of rows
+    is_timed_on_host: bool = True
 
 
 class Bench:
@@ -95,6 +99,9 @@ class Bench:
     # Doors
 
     def doors(self) -> Iterator[Door]:
+        if self.case_name == "none":
+            yield from self.empty()
+            return
         if self.case_name in (*LOW_LATENCY, "small"):
             yield from self.low_latency()
         if self.case_name not in LOW_LATENCY:
@@ -102,6 +109,21 @@ class Bench:
             yield from self.hybrid()
             if self.is_weft:
                 yield from self.fused()
+
+    def empty(self) -> Iterator[Door]:
+        nothing = self.eight(lambda: None)
+        yield Door("empty", "", lambda _: torch.cuda._sleep(0), nothing, lambda: None)
+        sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        kernel = torch.cuda._compile_kernel('extern "C" __global__ void empty() {}', "empty")
+        yield Door(
+            "empty_wide",
+            "",
+            lambda _: kernel(grid=(sms, 1, 1), block=(512, 1, 1)),
+            nothing,
+            lambda: None,
+            sms,
+            is_timed_on_host=False,
+        )
 
     def low_latency(self) -> Iterator[Door]:
         case = self.case
@@ -416,7 +438,7 @@ def measure(bench: Bench, door: Door, rounds: int, first_us: float) -> Iterator[
     host, wait = host_timed(door, rounds, device)
     more = {"host_wait_us_p50": None if wait is None else round(wait, 3)}
     more["host_us_p50"] = None
-    if wait is not None or not door.waits:
+    if door.is_timed_on_host and (wait is not None or not door.waits):
         more["host_us_p50"] = round(statistics.median(host) - (wait or 0), 3)
     if device.type == "cuda":
         yield done("eager", eager_timed(door, rounds, device), **more)
@@ -476,13 +498,15 @@ def say(row: dict, what: str = "") -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--module", choices=("weft", "deep_ep"), default="weft")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=["D", "D16", "D1", "A", "B"])
+    usual = ["D", "D16", "D1", "A", "B", "none"]
+    parser.add_argument("--cases", nargs="+", choices=CASES, help=f"default: {' '.join(usual)}")
     parser.add_argument("--ops", nargs="+", help="only these")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--json", help="results file")
     parser.add_argument("--commit", help="that the build is of; default: asks git")
     args = parser.parse_args()
+    args.cases = args.cases or usual[: 6 if args.device == "cuda" else 5]
     device = join(args.device == "cuda")
     try:
         rows = run(args, device)

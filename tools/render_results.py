@@ -20,7 +20,7 @@ import sys
 import tree
 
 BLOCK = re.compile(r"<!-- (results|gpus|bounds|peers|doors) (\S+) -->\n.*?<!-- end \1 -->", re.S)
-SUBJECTS = ["balance", "domains", "gpu", "hosts", "relays", "steps", "torch"]  # of several runs a machine; their names begin with it
+SUBJECTS = ["balance", "domains", "doors", "gpu", "hosts", "relays", "shrink", "steps", "torch"]  # of several runs; names begin with it
 NONE = "-"
 USUAL_WAY = "one row per route"
 OPS = ["plan", "dispatch", "combine", "plan+dispatch"]
@@ -60,7 +60,8 @@ BOUND |= {"copy engines: us": ("limit_us", 1), "stores reach, %": ("reached", 0)
 BOUND |= {"few tokens beyond their bytes: us": ("beyond", 1), "together: us": ("least", 1)}
 BOUND |= {"which is % of the limit": ("least_of_limit", 0), "% of that reached": ("reached_of_least", 0)}
 DOORS = {"case": "case", "call": "op", "rows": "dtype", "SMs": ("sms", 0), "GPU, in a graph: us": ("graph_us", 1)}
-DOORS |= {"GPU, eager: us": ("us_p50", 1), "host: us": ("host_us_p50", 0), "wait for a number of rows: us": ("wait_us", 0)}
+DOORS |= {"one of eight in a graph: us": ("graph8_us", 1), "GPU, eager: us": ("us_p50", 1)}
+DOORS |= {"host: us": ("host_us_p50", 0), "wait for a number of rows: us": ("wait_us", 0)}
 DOORS |= {"GPU items": ("gpu_items", 0), "other library": "rival", "its GPU: us": ("rival_us", 1), "its host: us": ("rival_host_us", 0)}
 
 
@@ -71,7 +72,7 @@ def run_of(runs, name):
 def cell(row, column):
     key, *how = [column] if isinstance(column, str) else column
     value = row.get(key)
-    if value is None or (key == "sms" and not value):
+    if value in (None, "") or (key == "sms" and not value):
         return NONE
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -286,8 +287,8 @@ def doors_block(runs, machine):
         key = row["case"], row["op"], row["dtype"]
         if row["mode"] == "eager":
             found[key] = row | {"wait_us": row["host_wait_us_p50"] or None, "rival": None}
-        elif row["mode"] == "graph1":
-            found[key]["graph_us"] = row["us_p50"]
+        elif row["mode"] in ("graph1", "graph"):
+            found[key]["graph_us" if row["mode"] == "graph1" else "graph8_us"] = row["us_p50"]
     for row in found.values():
         for peer in peers:
             if all(peer[one] == row[one] for one in [*SHAPE, "op", "dtype"]):
