@@ -112,6 +112,7 @@ void expect_shared(Group& group, const PeerMemory& memory, uint32_t own_region) 
   const auto place = [&](int owner, int writer) {
     return PatternPlace{
         .table = memory.table(),
+        .new_table = memory.new_table(),
         .owner = owner,
         .region = regions[static_cast<size_t>(owner)],
         .offset = static_cast<uint64_t>(writer) * kNumWords * sizeof(uint32_t),

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "conformance/peer_patterns_cuda.hpp"
-#include "core/gpu/peer_address.hpp"
+#include "cuda/device/wait.cuh"
+#include "cuda/layout/control.hpp"
 
 namespace weft::test {
 namespace {
 
 constexpr int kThreads = 256;
 
+// Where kernels of an exchange find it: an entry may not be in the table yet.
 __device__ uint32_t* words_at(const PatternPlace& place) {
-  std::byte* const data =
-      place.table[static_cast<uint32_t>(place.owner) * kMaxPeerRegions + place.region];
+  RankView me;
+  me.regions = place.table;
+  me.new_regions = place.new_table;
+  std::byte* const data = region_of(me, place.owner, place.region);
   return reinterpret_cast<uint32_t*>(data + place.offset);
 }
 

@@ -17,7 +17,8 @@ namespace weft::test {
 }
 
 struct PatternPlace {
-  std::byte* const* table = nullptr;
+  std::byte* const* table = nullptr;      // PeerMemory::table()
+  std::byte* const* new_table = nullptr;  // PeerMemory::new_table()
   int owner = 0;
   uint32_t region = 0;
   uint64_t offset = 0;
