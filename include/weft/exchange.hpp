@@ -220,18 +220,22 @@ class Exchange {
   // left.
   void mask(std::span<const int> ranks);
   // Local. By this a new process takes the place of a rank that is lost (Group::rejoin). Throws
-  // Error (kUnsupported) without PeerLoss::kShrink, and on GPUs; so do readmit() and grow().
+  // Error (kUnsupported) without PeerLoss::kShrink; so do readmit() and grow().
   [[nodiscard]] std::string invitation() const;
   // By all ranks that are left, between the same two calls: takes lost ranks in again, whose new
   // processes make the exchange by an invitation meanwhile. Then all go on together, and plans from
   // before are refused. Throws Error (kInvalidArgument) for ranks that are not lost; TimeoutError
   // naming those that have not come within the timeout, PeerError if they are lost again: on all
-  // ranks that are left the same, with the same members, and the exchange can be used on.
+  // ranks that are left the same, with the same members, and the exchange can be used on. On GPUs
+  // the last process in the place must have ended, and replays must have: throws Error
+  // (kRanksLost) where a rank was lost before all had called this, and TimeoutError for a process
+  // that lives on. Graphs captured before go on where the GPU transport keeps addresses (vmm);
+  // elsewhere a replay does nothing, and check() throws kInvalidArgument.
   void readmit(std::span<const int> ranks);
   // By all ranks that are left, between the same two calls: later calls may have as many tokens on
   // a rank, and choices of a token, as any of these has asked for here. Plans from before go on.
   // False if they could have as many before. Throws Error: kInvalidArgument on every rank for more
-  // than can be, kUnsupported as above.
+  // than can be, kUnsupported as above and on GPUs.
   bool grow(int64_t max_tokens, int max_topk);
 
   // Local. To `sums`, int64 [1, num_ranks] on the exchange's device, adds `times` the microseconds

@@ -63,7 +63,7 @@ class ExchangeState:
 
     def invitation(self) -> str:
         """By this a new process takes the place of a rank that is lost: `Group.rejoin`. Raises
-        Unsupported without on_peer_loss="shrink", and on GPUs; so do `readmit` and `grow`."""
+        Unsupported without on_peer_loss="shrink"; so do `readmit` and `grow`."""
         return self.core.invitation()
 
     def readmit(self, ranks: Iterable[int]) -> None:
@@ -71,7 +71,10 @@ class ExchangeState:
         new processes make their exchange meanwhile. Plans from before are refused then. Raises
         InvalidArgument for ranks that are not lost, TimeoutError with those that have not come
         within the timeout, PeerError if they are lost again: on all ranks that are left the same,
-        and the exchange can be used on.
+        and the exchange can be used on. On GPUs replays must have ended; raises RanksLost where a
+        rank was lost before all had called this, TimeoutError if the process that had the place
+        lives on. Graphs captured before go on with WEFT_GPU_TRANSPORT=vmm; else they do nothing
+        when they are replayed, and `check` raises InvalidArgument.
         """
         self.core.readmit(_numbers("readmit", ranks))
         self._take_sizes(self.core)
@@ -82,7 +85,7 @@ class ExchangeState:
         for here. Plans from before go on. A call that needs more room makes it by itself.
 
         False if there was as much. Raises on every rank InvalidArgument for more than can be,
-        Unsupported without on_peer_loss="shrink".
+        Unsupported without on_peer_loss="shrink", and on GPUs.
         """
         has_grown = self.core.grow(max_tokens, max_topk)
         self._take_sizes(self.core)

@@ -42,6 +42,8 @@ class Survival {
   enum class Trouble : uint8_t { kNone, kLeft, kLost };
   [[nodiscard]] Trouble trouble() const;
   void beat() const { roll_.beat(); }
+  // The last process in its place has, or has left.
+  [[nodiscard]] bool has_ended(int rank) const { return roll_.has_ended(rank); }
   // Whether a wait has to end: a member whose arrival is missing has not looked for the timeout,
   // and is given up for that, or twice the timeout has passed although all look. To be asked often.
   [[nodiscard]] bool is_over(Vigil& wait);

@@ -10,11 +10,11 @@
 #include <vector>
 
 #include "core/clock.hpp"
-#include "fault/spare.hpp"
 #include "fault/survival_cases.hpp"
 #include "plan/random_routing.hpp"
 #include "support/errors.hpp"
 #include "survivors/shared.hpp"
+#include "survivors/spare.hpp"
 #include "survivors/survivors.hpp"
 
 namespace weft::test {

@@ -21,6 +21,8 @@
 #include "core/check.hpp"
 #include "group/control_plane.hpp"
 #include "support/errors.hpp"
+#include "survivors/shared.hpp"
+#include "survivors/spare.hpp"
 
 namespace weft::test {
 namespace {
@@ -46,7 +48,7 @@ class Watched {
     const auto rank = static_cast<uint64_t>(context_.rank);
     const auto agreed = watch_->settle("plan", cause, {.last = 10 + rank, .first_void = 8 + rank});
     watch_->resume();
-    return agreed;
+    return watch_->has_news() ? std::nullopt : agreed;
   }
 
   // What is wrong, if anything, after these were lost; all that are left have called settle().
@@ -57,7 +59,7 @@ class Watched {
     const auto last = static_cast<uint64_t>(alive.back());
     const CallReport report = watch_->report();
     const bool is_good = agreed && agreed->last == 10 + last && agreed->first_void == 8 + first &&
-                         report.alive == alive && watch_->lost() == lost && !watch_->has_news();
+                         report.alive == alive && watch_->lost() == lost;
     return is_good ? std::string()
                    : fmt::format(
                          "last {}, first void {}, alive {}, lost {:b}",
@@ -199,6 +201,127 @@ TEST(LossWatchTest, FindsNothingWhereNobodyIsLost) {
     return is_none && own.num_stops() == 0 && own.watch().report().alive.size() == 2 ? 0 : 1;
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+// What a rank that meets others has heard of them, and who they are.
+struct Met {
+  std::vector<int> ranks;
+  std::vector<int> said;
+  uint32_t newcomers = 0;
+
+  [[nodiscard]] LossWatch::Connect connect() {
+    return [this](const Group& group, const Meeting& who) {
+      ranks = who.ranks;
+      newcomers = who.newcomers;
+      said = gather_values(group, group.rank());
+    };
+  }
+  [[nodiscard]] std::string problem(const std::vector<int>& all, const std::vector<int>& heard) {
+    return ranks == all && said == heard
+               ? ""
+               : fmt::format("met {}, heard {}; ", fmt::join(ranks, ","), fmt::join(said, ","));
+  }
+};
+
+// Rank 1 is killed, and its place taken; then the new process is killed, too.
+TEST(LossWatchTest, ANewProcessMeetsThoseThatAreLeft) {
+  const Shared<Letter> letter;
+  const std::vector<int> all = {0, 1, 2};
+  const Spare spare([&] {
+    Watched own(Group::rejoin(1, letter->await()));
+    Met met;
+    const bool had_news = own.watch().has_news();  // nobody stops kernels that are not there yet
+    own.watch().meet(met.connect());
+    own.watch().resume();
+    const std::string problem = (had_news ? "" : "it is stopped before it is there; ") +
+                                met.problem(all, all) +
+                                (own.watch().report().alive == all ? "" : "some are not there");
+    if (problem.empty()) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    return verdict(1, problem);
+  });
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    Watched own(group);
+    group.barrier();
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    static_cast<void>(own.watch().await_news(kSoon));
+    std::string problem = own.problem(own.settle(), {0, 2}, 0b10);
+    if (group.rank() == 2) {
+      letter->send(own.watch().invitation());
+    }
+    Met met;
+    problem += own.watch().assemble("readmit", {}) ? "heard of another loss; " : "";
+    const std::vector<int> missing = own.watch().readmit(std::array{1}, met.connect());
+    own.watch().check_back(std::array{1}, missing);
+    problem += met.problem(all, all) + (met.newcomers == 0b10 ? "" : "another newcomer; ");
+    problem += own.watch().report().alive == all && own.watch().lost() == 0 ? "" : "not all there";
+    own.watch().resume();
+    problem += own.watch().await_news(kSoon) ? "" : "heard of no second death; ";
+    problem += own.problem(own.settle(), {0, 2}, 0b10);
+    return verdict(group.rank(), problem + (own.num_stops() == 2 ? "" : "not stopped twice"));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0}));
+  EXPECT_EQ(spare.status(), kKilled);
+}
+
+// One dies instead of coming to readmit: the others hear of it as in a call, and go on from there.
+TEST(LossWatchTest, WhoWaitsForANewProcessHearsOfALoss) {
+  const Shared<Letter> letter;
+  const std::vector<int> all = {0, 1, 2};
+  const Spare spare([&] {
+    Watched own(Group::rejoin(1, letter->await()));
+    Met met;
+    own.watch().meet(met.connect());
+    return verdict(1, met.problem(all, {0, 1, 2, 1}));  // what rank 3 says this one says for it
+  });
+  const auto statuses = run_forked(4, [&](const Group& group) {
+    Watched own(group);
+    group.barrier();
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    static_cast<void>(own.watch().await_news(kSoon));
+    std::string problem = own.problem(own.settle(), {0, 2, 3}, 0b10);
+    if (group.rank() == 3) {
+      std::this_thread::sleep_for(30ms);
+      static_cast<void>(::raise(SIGKILL));
+    }
+    const auto rank = static_cast<uint64_t>(group.rank());
+    const LossWatch::Calls calls = {.last = 10 + rank, .first_void = 8 + rank};
+    problem += own.problem(own.watch().assemble("readmit", calls), {0, 2}, 0b1010);
+    problem += own.watch().assemble("readmit", calls) ? "heard of a third loss; " : "";
+    if (group.rank() == 0) {
+      letter->send(own.watch().invitation());
+    }
+    Met met;
+    own.watch().check_back(std::array{1}, own.watch().readmit(std::array{1}, met.connect()));
+    return verdict(group.rank(), problem + met.problem(all, {0, 1, 2, group.rank()}));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0, kKilled}));
+  EXPECT_EQ(spare.status(), 0);
+}
+
+TEST(LossWatchTest, SaysWhoDoesNotComeBack) {
+  const auto statuses = run_forked(3, [](const Group& group) {
+    Watched own(group, 1s);
+    group.barrier();
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    static_cast<void>(own.watch().await_news(kSoon));
+    std::string problem = own.problem(own.settle(), {0, 2}, 0b10);
+    Met met;
+    const std::vector<int> missing = own.watch().readmit(std::array{1}, met.connect());
+    const auto heard = thrown_by([&] { own.watch().check_back(std::array{1}, missing); });
+    const bool is_told =
+        text_of(heard).find("rank 1 did not come within 1.0 s") != std::string::npos;
+    problem += is_told ? "" : text_of(heard);
+    return verdict(group.rank(), problem + met.problem({0, 2}, {0, group.rank(), 2}));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0}));
 }
 
 // Threads of one process, for detectors of races.

@@ -12,12 +12,12 @@
 #include <thread>
 #include <unistd.h>
 
-#include "fault/spare.hpp"
 #include "fault/survival_cases.hpp"
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
 #include "survive/roll.hpp"
 #include "survivors/shared.hpp"
+#include "survivors/spare.hpp"
 #include "survivors/survivors.hpp"
 
 namespace weft::test {

@@ -15,13 +15,13 @@
 #include <unistd.h>
 #include <vector>
 
-#include "fault/spare.hpp"
 #include "fault/survival_cases.hpp"
 #include "group/control_plane.hpp"
 #include "plan/random_routing.hpp"
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
 #include "survivors/shared.hpp"
+#include "survivors/spare.hpp"
 #include "survivors/survivors.hpp"
 
 namespace weft::test {

@@ -1,15 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unistd.h>
+#include <vector>
 
 #include "core/clock.hpp"
 #include "gpu/graph_rank.hpp"
@@ -17,6 +27,7 @@
 #include "support/run_case.hpp"
 #include "survivors/gpu_deaths.hpp"
 #include "survivors/shared.hpp"
+#include "survivors/spare.hpp"
 
 namespace weft::test {
 namespace {
@@ -25,7 +36,7 @@ using namespace std::chrono_literals;
 
 constexpr int kHung = 128 + SIGALRM;
 constexpr std::chrono::seconds kBound(90);  // of a rank's life
-constexpr int kRoundsAfter = 2;             // that the last rank makes
+constexpr int kRoundsAfter = 3;             // that are made after the last death
 
 int64_t nanoseconds() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
@@ -43,55 +54,94 @@ ExchangeSetup setup_of(const GpuDeaths& deaths) {
   return setup;
 }
 
-// The cases of a group, in order of the deaths: the first has lost nobody.
-class Stages {
+// Of calls that all ranks make.
+Case spec_of(const GpuDeaths& deaths) {
+  RandomSource random(deaths.seed + 1);
+  constexpr Layout kLayouts[] = {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided};
+  Case spec;
+  spec.seed = deaths.seed + 2;
+  spec.topk = 3;
+  spec.layout = kLayouts[random.below(3)];
+  spec.output = random.below(2) == 0 ? OutputMemory::kDirect : OutputMemory::kStaged;
+  spec.hole_fraction = random.below(2) == 0 ? 0.2 : 0;
+  spec.dtype = DType::kBFloat16;
+  spec.scale = spec.layout != Layout::kRankMajor && random.below(2) == 0
+                   ? CombineScale::kPlanWeights
+                   : CombineScale::kNone;
+  spec.num_tokens.assign(static_cast<size_t>(deaths.num_ranks), 40);
+  spec.is_routed = !deaths.is_replayed && random.below(2) == 0;
+  if (deaths.is_replayed || spec.is_routed) {
+    spec.rows = spec.layout == Layout::kExpertStrided ? 60 : 240;
+  }
+  return spec;
+}
+
+// Who dies, and the cases of a group by who is lost.
+class Fates {
  public:
-  explicit Stages(const GpuDeaths& deaths) : setup_(setup_of(deaths)) {
-    RandomSource random(deaths.seed + 1);
-    order_.resize(static_cast<size_t>(deaths.num_ranks));
-    std::iota(order_.begin(), order_.end(), 0);
-    for (size_t i = order_.size() - 1; i > 0; --i) {
-      std::swap(order_[i], order_[random.below(i + 1)]);
+  explicit Fates(const GpuDeaths& deaths) : setup_(setup_of(deaths)), spec_(spec_of(deaths)) {
+    RandomSource random(deaths.seed + 3);
+    const auto ranks = static_cast<size_t>(deaths.num_ranks);
+    if (deaths.num_returns > 0) {
+      for (int death = 0; death < deaths.num_returns; ++death) {
+        victims_.push_back(static_cast<int>(random.below(ranks)));
+      }
+      return;
     }
-    constexpr Layout kLayouts[] = {
-        Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided};
-    Case spec;
-    spec.seed = deaths.seed + 2;
-    spec.topk = 3;
-    spec.layout = kLayouts[random.below(3)];
-    spec.output = random.below(2) == 0 ? OutputMemory::kDirect : OutputMemory::kStaged;
-    spec.hole_fraction = random.below(2) == 0 ? 0.2 : 0;
-    spec.dtype = DType::kBFloat16;
-    spec.scale = spec.layout != Layout::kRankMajor && random.below(2) == 0
-                     ? CombineScale::kPlanWeights
-                     : CombineScale::kNone;
-    spec.num_tokens.assign(order_.size(), 40);
-    spec.is_routed = !deaths.is_replayed && random.below(2) == 0;
-    if (deaths.is_replayed || spec.is_routed) {
-      spec.rows = spec.layout == Layout::kExpertStrided ? 60 : 240;
+    victims_.resize(ranks);
+    std::iota(victims_.begin(), victims_.end(), 0);
+    for (size_t i = ranks - 1; i > 0; --i) {
+      std::swap(victims_[i], victims_[random.below(i + 1)]);
     }
-    for (const int rank : order_) {
-      cases_.push_back(make_case_data(setup_, spec));
-      spec.lost.push_back(rank);
-      spec.num_tokens[static_cast<size_t>(rank)] = 0;
-    }
+    victims_.pop_back();
   }
 
   [[nodiscard]] const ExchangeSetup& setup() const { return setup_; }
-  [[nodiscard]] size_t num_deaths() const { return order_.size() - 1; }
-  [[nodiscard]] int victim(size_t death) const { return order_[death]; }
-  [[nodiscard]] const CaseData& at(size_t stage) const { return cases_[stage]; }
-  [[nodiscard]] std::vector<int> alive(size_t stage) const {
-    std::vector<int> alive(order_.begin() + static_cast<std::ptrdiff_t>(stage), order_.end());
-    std::ranges::sort(alive);
-    return alive;
+  [[nodiscard]] size_t num_deaths() const { return victims_.size(); }
+  [[nodiscard]] int victim(size_t death) const { return victims_[death]; }
+  [[nodiscard]] const CaseData& without(const std::vector<int>& lost) {
+    const auto found = cases_.find(lost);
+    if (found != cases_.end()) {
+      return found->second;
+    }
+    Case spec = spec_;
+    spec.lost = lost;
+    for (const int rank : lost) {
+      spec.num_tokens[static_cast<size_t>(rank)] = 0;
+    }
+    return cases_.emplace(lost, make_case_data(setup_, spec)).first->second;
   }
 
  private:
   ExchangeSetup setup_;
-  std::vector<int> order_;
-  std::vector<CaseData> cases_;
+  Case spec_;
+  std::vector<int> victims_;  // in order
+  std::map<std::vector<int>, CaseData> cases_;
 };
+
+// By the number of the death, from 0: nanoseconds of the clock, 0 for none.
+struct Death {
+  std::atomic<int64_t> death = 0;
+  std::array<std::atomic<int64_t>, kMostDyingRanks> heard = {};  // by rank
+  Letter letter = {};
+  std::atomic<int64_t> rejoin = 0;
+  std::array<std::atomic<int64_t>, kMostDyingRanks> together = {};  // by rank
+};
+struct Deaths {
+  std::array<Death, kMostDeaths> of = {};
+  std::atomic<int> num_done = 0;  // ranks that have made all their calls
+};
+
+// From `begin` until the last of these.
+double ms_until(
+    const std::atomic<int64_t>& begin, const std::array<std::atomic<int64_t>, kMostDyingRanks>& ends
+) {
+  int64_t latest = 0;
+  for (const auto& end : ends) {
+    latest = std::max(latest, end.load());
+  }
+  return static_cast<double>(latest - begin) / 1e6;
+}
 
 // Plan, dispatch and combine by one rank, eager or replayed; what differs from the reference.
 class Round {
@@ -134,79 +184,186 @@ void die_soon(std::atomic<int64_t>& when, std::chrono::microseconds delay) {
   }).detach();
 }
 
-std::string live(const Group& group, const GpuDeaths& deaths, DeathTimes& times) {
-  const Stages stages(deaths);
-  const int rank = group.rank();
-  ExchangeConfig config = stages.setup().config(rank);
-  config.on_peer_loss = PeerLoss::kShrink;
-  Exchange exchange(group, config);
-  Round round(exchange, stages.at(0), deaths.is_replayed);
-  RandomSource random(deaths.seed + 10 + static_cast<uint64_t>(rank));
-  const std::chrono::microseconds delay(random.between(0, 60'000));
-  group.barrier();
-  bool is_dying = false;
-  int num_after = 0;
-  for (size_t stage = 0; num_after < kRoundsAfter;) {
-    if (stage < stages.num_deaths() && stages.victim(stage) == rank && !is_dying) {
-      is_dying = true;
-      die_soon(times.death[stage], delay);
-    }
-    try {
-      if (const std::string problem = round.run(stages.at(stage)); !problem.empty()) {
-        return fmt::format("after {} deaths: {}", stage, problem);
-      }
-      num_after += stage == stages.num_deaths() ? 1 : 0;
-    } catch (const Error& error) {
-      const CallReport report = exchange.report();
-      const size_t now = stages.num_deaths() + 1 - report.alive.size();
-      if (error.code() != ErrorCode::kRanksLost || now <= stage ||
-          report.alive != stages.alive(now)) {
-        return fmt::format(
-            "after {} deaths, with {} alive: {}", stage, fmt::join(report.alive, ","), error.what()
-        );
-      }
-      for (; stage < now; ++stage) {
-        times.heard[stage][static_cast<size_t>(rank)] = nanoseconds();
-      }
-    }
-  }
-  return {};
+// Graphs are right after a new process has come.
+bool do_graphs_last(const GpuDeaths& deaths) {
+  return std::string_view(deaths.transport) == "vmm";
 }
 
-}  // namespace
+// A rank of a group, or the new process in the place of one.
+class Life {
+ public:
+  // `death` has gone before.
+  Life(const GpuDeaths& deaths, Deaths& times, std::optional<size_t> death)
+      : deaths_(deaths), times_(times), fates_(deaths), next_(death ? *death + 1 : 0) {
+    // What it has captured it has called before, while the others replayed what they had.
+    num_rounds_ = death && deaths.is_replayed && do_graphs_last(deaths) ? 1 : 0;
+  }
 
-int live_through_deaths(const Group& group, const GpuDeaths& deaths, DeathTimes& times) {
-  ::alarm(static_cast<unsigned>(kBound.count()));
+  // What is wrong, or nothing. `are_all_there` is called once the rank is one of them.
+  [[nodiscard]] std::string run(const Group& group, const std::function<void()>& are_all_there) {
+    rank_ = group.rank();
+    ExchangeConfig config = fates_.setup().config(rank_);
+    config.on_peer_loss = PeerLoss::kShrink;
+    exchange_.emplace(group, config);
+    round_.emplace(*exchange_, fates_.without({}), deaths_.is_replayed);
+    are_all_there();
+    while (next_ < fates_.num_deaths() || num_rounds_ < kRoundsAfter) {
+      if (next_ < fates_.num_deaths() && fates_.victim(next_) == rank_) {
+        die_once();
+      }
+      try {
+        if (std::string problem = round_->run(fates_.without(lost_)); !problem.empty()) {
+          return fmt::format("after {} deaths: {}", next_, problem);
+        }
+        ++num_rounds_;
+        if (comes_back() && next_ > 0 && lost_.empty()) {
+          int64_t none = 0;
+          times_.of[next_ - 1].together[at()].compare_exchange_strong(none, nanoseconds());
+        }
+        if (comes_back() && !lost_.empty()) {
+          call_back();
+        }
+      } catch (const Error& error) {
+        if (error.code() != ErrorCode::kRanksLost || !hear()) {
+          return fmt::format(
+              "after {} deaths, with {} alive: {}",
+              next_,
+              fmt::join(exchange_->report().alive, ","),
+              error.what()
+          );
+        }
+      }
+    }
+    for (times_.num_done += 1; comes_back() && times_.num_done < deaths_.num_ranks;) {
+      std::this_thread::sleep_for(1ms);  // who left would be lost to those that are not as far
+    }
+    return {};
+  }
+
+ private:
+  [[nodiscard]] size_t at() const { return static_cast<size_t>(rank_); }
+  [[nodiscard]] bool comes_back() const { return deaths_.num_returns > 0; }
+
+  // Where a new process comes back: once it has begun to make rounds, too.
+  void die_once() {
+    if (is_dying_ || (comes_back() && num_rounds_ < 2)) {
+      return;
+    }
+    is_dying_ = true;
+    RandomSource random(deaths_.seed + 10 + next_);
+    die_soon(times_.of[next_].death, std::chrono::microseconds(random.between(0, 60'000)));
+  }
+
+  // False unless exactly those are lost that have died.
+  [[nodiscard]] bool hear() {
+    num_rounds_ = 0;
+    const std::vector<int> alive = exchange_->report().alive;
+    const size_t num_lost = static_cast<size_t>(deaths_.num_ranks) - alive.size();
+    if (num_lost <= lost_.size()) {
+      return false;
+    }
+    while (lost_.size() < num_lost && next_ < fates_.num_deaths()) {
+      times_.of[next_].heard[at()] = nanoseconds();
+      lost_.push_back(fates_.victim(next_++));
+    }
+    std::ranges::sort(lost_);
+    return std::ranges::none_of(lost_, [&](int rank) {
+      return std::ranges::binary_search(alive, rank);
+    });
+  }
+
+  void call_back() {
+    if (exchange_->report().alive.front() == rank_) {
+      times_.of[next_ - 1].letter.send(*exchange_);
+    }
+    exchange_->readmit(lost_);
+    lost_.clear();
+    num_rounds_ = 0;
+    if (deaths_.is_replayed && !do_graphs_last(deaths_)) {
+      round_.emplace(*exchange_, fates_.without({}), true);  // addresses have changed
+    }
+  }
+
+  GpuDeaths deaths_;
+  Deaths& times_;
+  Fates fates_;
+  size_t next_;         // death
+  int num_rounds_ = 0;  // among the same ranks
+  bool is_dying_ = false;
+  std::vector<int> lost_;
+  int rank_ = 0;
+  std::optional<Exchange> exchange_;
+  std::optional<Round> round_;
+};
+
+int verdict_of(Life& life, const Group& group, const std::function<void()>& are_all_there) {
   std::string problem;
   try {
-    problem = live(group, deaths, times);
+    problem = life.run(group, are_all_there);
   } catch (const std::exception& error) {
     problem = error.what();
   }
   if (!problem.empty()) {
-    fmt::print(stderr, "rank {}, seed {}: {}\n", group.rank(), deaths.seed, problem);
+    fmt::print(stderr, "rank {}: {}\n", group.rank(), problem);
   }
   return problem.empty() ? 0 : 1;
 }
 
+void begin_process(const GpuDeaths& deaths) {
+  ::alarm(static_cast<unsigned>(kBound.count()));
+  ::setenv("WEFT_GPU_TRANSPORT", deaths.transport, 1);
+}
+
+}  // namespace
+
 GroupOfDeaths run_deaths(const GpuDeaths& deaths) {
-  const Shared<DeathTimes> times;
-  const auto statuses = run_forked(
+  const Shared<Deaths> times;
+  const Fates fates(deaths);
+  std::vector<std::unique_ptr<Spare>> spares;
+  for (size_t death = 0; deaths.num_returns > 0 && death < fates.num_deaths(); ++death) {
+    spares.push_back(std::make_unique<Spare>([&, death] {
+      begin_process(deaths);
+      const int rank = fates.victim(death);
+      WEFT_CUDA(Context{}, cudaSetDevice(fates.setup().config(rank).device.index));
+      WEFT_CUDA(Context{}, cudaFree(nullptr));  // CUDA is ready
+      const char* const invitation = times->of[death].letter.await();
+      times->of[death].rejoin = nanoseconds();
+      Life life(deaths, *times, death);
+      return verdict_of(life, Group::rejoin(rank, invitation), [] {});
+    }));
+  }
+  std::vector<int> statuses = run_forked(
       deaths.num_ranks,
-      [&](const Group& group) { return live_through_deaths(group, deaths, *times); },
+      [&](const Group& group) {
+        begin_process(deaths);
+        Life life(deaths, *times, std::nullopt);
+        return verdict_of(life, group, [&] { group.barrier(); });
+      },
       {.notice = 2 * kBound}
   );
+  const bool are_founders_good = std::ranges::none_of(statuses, [](int status) {
+    return status != 0 && status != 128 + SIGKILL;
+  });
+  for (auto& spare : spares) {
+    if (!are_founders_good) {
+      spare->kill();
+    }
+    statuses.push_back(spare->status());
+  }
   GroupOfDeaths group;
   group.num_hung = static_cast<int>(std::ranges::count(statuses, kHung));
   const auto num_killed = std::ranges::count(statuses, 128 + SIGKILL);
-  const bool is_good = std::ranges::count(statuses, 0) == 1 && num_killed == deaths.num_ranks - 1;
+  const auto num_good = std::ranges::count(statuses, 0);
+  const auto num_deaths = static_cast<std::ptrdiff_t>(fates.num_deaths());
+  const bool is_good = are_founders_good && num_killed == num_deaths &&
+                       num_good == std::ssize(statuses) - num_deaths;
   group.num_wrong = is_good || group.num_hung > 0 ? 0 : 1;
-  for (size_t death = 0; is_good && death + 1 < statuses.size(); ++death) {
-    int64_t latest = 0;
-    for (const auto& heard : times->heard[death]) {
-      latest = std::max(latest, heard.load());
+  for (size_t death = 0; is_good && death < fates.num_deaths(); ++death) {
+    const Death& one = times->of[death];
+    group.ms.push_back(ms_until(one.death, one.heard));
+    if (deaths.num_returns > 0) {
+      group.return_ms.push_back(ms_until(one.rejoin, one.together));
     }
-    group.ms.push_back(static_cast<double>(latest - times->death[death]) / 1e6);
   }
   return group;
 }

@@ -46,8 +46,8 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
       own_status_at_begin(me, epoch);  // an earlier call may have left nothing
   const int32_t num_tokens = call.plan.header()->num_tokens;
   const uint64_t plan_epoch = call.plan.header()->epoch;
-  const uint32_t plan_lost = call.plan.header()->lost;
-  const uint32_t lost = lost_ranks(me);
+  const uint32_t plan_members = call.plan.header()->members;
+  const uint32_t members = me.local->members;
   setup.failures = 0;
   setup.own() = word;
   setup.own().stamp = me.stamp;
@@ -55,7 +55,7 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
   setup.own().signature.words[kPlanNumberWord] = static_cast<int64_t>(plan_epoch);
   setup.own().status = status;
   setup.epoch = epoch;
-  if (plan_lost != lost) {  // all ranks find that by themselves
+  if (plan_members != members) {  // all ranks find that by themselves
     setup.own().status = WordStatus::kRefused;
     raise_fault(
         me,
@@ -63,8 +63,8 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
          .op = word.op,
          .epoch = epoch,
          .peer = me.rank,
-         .seen = plan_lost,
-         .wanted = lost}
+         .seen = plan_members,
+         .wanted = members}
     );
   }
 }

@@ -70,6 +70,15 @@ __device__ __forceinline__ bool is_lost(const RankView& me, int rank) {
   return (lost_ranks(me) >> static_cast<uint32_t>(rank) & 1U) != 0;
 }
 
+__device__ inline void tell_fault(const RankView& me, const FaultRecord& fault) {
+  FaultRecord told = fault;
+  told.kind = FaultKind::kNone;
+  told.control = reinterpret_cast<uint64_t>(control_of(me, me.rank));
+  *me.fault = told;
+  ptx::fence_sys();
+  *reinterpret_cast<volatile FaultKind*>(&me.fault->kind) = fault.kind;
+}
+
 // The first fault of a rank is told to its host and ends all waits of its kernel.
 __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault) {
   // A peer does not know that it is a stranger here, or that its region is missing: it goes on by
@@ -89,15 +98,9 @@ __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault)
   // its next calls would be two ahead of the peer's, and write over what the peer still reads.
   const auto before =
       atomicMax(reinterpret_cast<uint32_t*>(&me.local->stopped), static_cast<uint32_t>(state));
-  if (before != static_cast<uint32_t>(StopState::kRunning)) {
-    return;
+  if (before == static_cast<uint32_t>(StopState::kRunning)) {
+    tell_fault(me, fault);
   }
-  FaultRecord told = fault;
-  told.kind = FaultKind::kNone;
-  told.control = reinterpret_cast<uint64_t>(control_of(me, me.rank));
-  *me.fault = told;
-  ptx::fence_sys();
-  *reinterpret_cast<volatile FaultKind*>(&me.fault->kind) = fault.kind;
 }
 
 struct WaitSite {
@@ -264,6 +267,9 @@ __device__ __forceinline__ void renew_signals(const RankView& me, uint32_t epoch
   ptx::fence_sys();
 #pragma unroll 1
   for (int rank = 0; rank < me.num_ranks; ++rank) {
+    if (is_lost(me, rank)) {
+      continue;
+    }
     ptx::store_relaxed_sys(signal_of(me, rank, slots.source_weights(own)), epoch);
     ptx::store_relaxed_sys(signal_of(me, rank, slots.second_word(0, own)), epoch);
     ptx::store_relaxed_sys(signal_of(me, rank, slots.second_word(1, own)), epoch);
@@ -300,6 +306,9 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
       me.local->grid = 0;
       me.local->placed = 0;
       me.local->recorded = 0;
+      if (is_lost(me, me.rank)) {
+        tell_fault(me, {.kind = FaultKind::kOldGraph, .epoch = epoch, .peer = me.rank});
+      }
       if (epoch % kRenewalCalls < kRenewalsInARow && !is_stopped(me)) {
         if constexpr (kRenewsApart) {
           renew_signals_apart(me, epoch);

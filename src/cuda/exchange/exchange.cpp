@@ -20,6 +20,7 @@
 #include "group/control_plane.hpp"
 
 namespace weft {
+
 namespace {
 
 // Plans that may be alive before more memory is asked for, in so many bytes at most.
@@ -71,11 +72,10 @@ struct DomainFacts {
 };
 
 // Collective. `id` is the exchange's number in this process.
-DomainFacts agree_on_facts(const Group& group, uint64_t id, int gpu, const Context& context) {
+DomainFacts agree_on_facts(const Group& group, uint64_t id, uint64_t shared_bytes) {
   static const uint64_t process_bits = uint64_t{std::random_device()()} << 32;
-  const int shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu, context);
   // Rank 0's stamp: some bits of its own, then the number of the exchange in its process.
-  const DomainFacts own = {process_bits | (id & 0xffffffffU), static_cast<uint64_t>(shared_bytes)};
+  const DomainFacts own = {process_bits | (id & 0xffffffffU), shared_bytes};
   const std::vector<DomainFacts> all = gather_values(group, own);
   const auto least = std::ranges::min(all, {}, &DomainFacts::shared_bytes);
   return {all.front().stamp, least.shared_bytes};
@@ -87,7 +87,13 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
     : settings_(wanted),
       context_({.rank = group.rank(), .num_ranks = group.num_ranks()}),
       id_(next_exchange_id++) {
-  agree_on_config(group, settings_, [&] { check_device(settings_, context_); });
+  const std::optional<Invitation> invitation = invitation_of(group);
+  if (invitation) {
+    validate_config(settings_, context_);
+    check_device(settings_, context_);
+  } else {
+    agree_on_config(group, settings_, [&] { check_device(settings_, context_); });
+  }
   settings_.transport = "peer";
   context_.transport = "peer";
   settings_.copy_engines = settings_.copy_engines && context_.num_ranks > 1;
@@ -112,18 +118,35 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
       control_map_.signals().needed(),
       context_.num_ranks
   );
+  if (invitation) {
+    rejoin(group, *invitation);
+    return;
+  }
   memory_ = std::make_shared<PeerMemory>(group, settings_.device.index, control_map_.num_bytes());
   refusals_ = std::make_unique<RefusalBoard>(group);
-  const DomainFacts facts = agree_on_facts(group, id_, settings_.device.index, context_);
-  const PlanSharedMap fused = {ranks, experts, tokens * topk};
-  can_fuse_ = control_map_.eager_row_bytes > 0 && fused.num_threads() >= kRoutedThreads &&
-              fused.num_bytes() + kMostStaticShared <= facts.shared_bytes;
+  const DomainFacts facts = agree_on_facts(group, id_, shared_bytes());
+  can_fuse_ = can_fuse(facts.shared_bytes);
   agree(group, [&] { set_up(facts.stamp); });  // nobody leaves before everybody can be written to
   if (settings_.on_peer_loss == PeerLoss::kShrink) {
     losses_ = std::make_unique<LossWatch>(group, context_, settings_.timeout, [this] {
       stop_for_loss();
     });
   }
+}
+
+uint64_t CudaExchange::shared_bytes() const {
+  return static_cast<uint64_t>(
+      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, settings_.device.index, context_)
+  );
+}
+
+bool CudaExchange::can_fuse(uint64_t shared_bytes) const {
+  const PlanSharedMap fused = {
+      control_map_.num_ranks,
+      control_map_.num_experts,
+      control_map_.max_tokens * control_map_.max_topk};
+  return control_map_.eager_row_bytes > 0 && fused.num_threads() >= kRoutedThreads &&
+         fused.num_bytes() + kMostStaticShared <= shared_bytes;
 }
 
 void CudaExchange::set_up(uint64_t stamp) {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <variant>
+#include <vector>
 
 #include "call/executor.hpp"
 #include "core/check.hpp"
@@ -24,6 +25,7 @@
 #include "cuda/memory/owners.hpp"
 #include "cuda/memory/pools.hpp"
 #include "cuda/transport/peer_memory.hpp"
+#include "group/invitation.hpp"
 #include "plan/plan_data.hpp"
 
 namespace weft {
@@ -34,6 +36,7 @@ struct CudaRankState {
   GpuStream stream;
   CudaEvent last_call;  // end of the last call that was not captured
   CudaBuffer<LocalState> local;
+  std::vector<CudaBuffer<LocalState>> retired;  // of graphs that know old addresses of peers
   PinnedBuffer<FaultRecord> fault;
 };
 
@@ -130,6 +133,10 @@ class CudaExchange final : public Executor {
  private:
   // This rank's part of the constructor.
   void set_up(uint64_t stamp);
+  // That a block may have on this GPU.
+  [[nodiscard]] uint64_t shared_bytes() const;
+  // Whether a plan and dispatch in one launch are possible with so much on each GPU.
+  [[nodiscard]] bool can_fuse(uint64_t shared_bytes) const;
   // One call, or the first of two (kPlanAndDispatch): faults of earlier ones are thrown,
   // `launch(stream)` queues it; a refusal of its arguments is told to the peers. Without a stream
   // of the caller's it is waited for.
@@ -157,12 +164,27 @@ class CudaExchange final : public Executor {
   // If ranks are lost: waits for those that are left, and throws Error (kRanksLost) when the next
   // call can be made without the lost ones. Returns if none is.
   void look_for_losses(Op op, ErrorCode cause);
+  // Throws Error (kRanksLost): members have agreed that they go on with those that are left.
+  [[noreturn]] void raise_losses(
+      Op op, const LossWatch::Calls& own, const LossWatch::Calls& agreed
+  );
   // Throws TimeoutError.
   void await_last_call() const;
   [[nodiscard]] LossWatch::Calls own_calls() const;
-  [[noreturn]] void readmit_nobody(std::string_view verb) const;
   // The next call has the number after this one.
   void go_on_without(uint32_t lost, uint64_t last_call);
+  void set_local(LocalState* to, const LocalState& now) const;
+  // --- ranks that come back ---
+  // The rest of the constructor, for a rank of Group::rejoin().
+  void rejoin(const Group& group, const Invitation& invitation);
+  // Both make the same calls on the group. See LossWatch::Connect.
+  void meet_as_newcomer(const Group& group, const Meeting& who);
+  void meet_newcomers(const Group& group, const Meeting& who);
+  void await_silence(std::span<const int> ranks) const;
+  // Tells view_ where control regions are. Whether one is elsewhere than before.
+  bool find_control();
+  // Calls that were captured so far do nothing any more, and say so.
+  void retire_graphs();
   // Nothing can be done any more with this rank's exchange.
   void set_broken();
   // Of the call `own`: which peer was interrupted, if not after it; else empty.
@@ -309,6 +331,8 @@ class CudaExchange final : public Executor {
   std::exception_ptr broken_;  // why the exchange can no longer be used
   ExchangeStats counters_;
   uint32_t lost_ = 0;                  // ranks that take no part any more, a bit each
+  uint32_t num_changes_ = 0;           // LocalState::members
+  CudaBuffer<std::byte> nobodys_;      // in place of control regions of ranks that were never met
   int64_t void_calls_ = 0;             // CallReport's
   std::unique_ptr<LossWatch> losses_;  // null: PeerLoss::kFail
 };

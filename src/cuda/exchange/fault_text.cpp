@@ -139,7 +139,11 @@ std::string problem_text(
           "rank {} has broken off and did not wait for this call: its rows may be gone", fault.peer
       );
     case FaultKind::kOldPlan:
-      return "ranks were lost since the plan was made (make it again)";
+      return "ranks were lost or came back since the plan was made (make it again)";
+    case FaultKind::kOldGraph:
+      return "a replayed graph was captured before a lost rank came back, by other addresses of "
+             "its "
+             "memory (capture it again; with WEFT_GPU_TRANSPORT=vmm they stay)";
     case FaultKind::kNone:
       break;
   }

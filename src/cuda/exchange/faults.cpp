@@ -188,6 +188,10 @@ bool CudaExchange::clear_fault(uint32_t epoch) {
 
 void CudaExchange::throw_fault() {
   FaultRecord record = *own_->fault.get();
+  if (record.kind == FaultKind::kOldGraph) {  // it has done nothing
+    *own_->fault.get() = {};
+    raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, view_));
+  }
   const int peer = record.peer;
   RankView named = view_;
   if (!rank_names_.empty()) {

@@ -7,6 +7,7 @@
 #include "core/clock.hpp"
 #include "core/log.hpp"
 #include "group/control_plane.hpp"
+#include "group/invitation.hpp"
 
 namespace weft {
 namespace {
@@ -27,7 +28,8 @@ LossWatch::LossWatch(
       timeout_(timeout),
       stop_(std::move(stop)),
       survival_(group, context, timeout),
-      vigil_(survival_.begin_wait()) {
+      vigil_(survival_.begin_wait()),
+      has_news_(invitation_of(group).has_value()) {
   thread_ = std::thread([this] { run(); });
 }
 
@@ -111,7 +113,22 @@ std::optional<LossWatch::Calls> LossWatch::settle(
       std::this_thread::sleep_for(kLookEvery);
     }
   }
-  for (bool is_new = survival_.settle(op, cause); is_new;) {
+  if (survival_.settle(op, cause)) {
+    return agree_on_calls(op, own);
+  }
+  resume();
+  return std::nullopt;
+}
+
+std::optional<LossWatch::Calls> LossWatch::assemble(std::string_view op, const Calls& own) {
+  const std::lock_guard lock(mutex_);
+  has_news_.store(true, std::memory_order_release);
+  survival_.begin_call();
+  return survival_.finish_call(op) ? std::nullopt : std::optional(agree_on_calls(op, own));
+}
+
+LossWatch::Calls LossWatch::agree_on_calls(std::string_view op, const Calls& own) {
+  for (;;) {
     try {
       Calls all = own;
       const std::vector<Bytes> blocks =
@@ -130,14 +147,83 @@ std::optional<LossWatch::Calls> LossWatch::settle(
         return all;
       }
     } catch (const Error& error) {  // others were lost meanwhile, or have not come
-      if (error.code() != ErrorCode::kPeerFailed) {
+      if (error.code() != ErrorCode::kPeerFailed || !survival_.settle(op, error.code())) {
         throw;
       }
-      is_new = survival_.settle(op, error.code());
     }
   }
-  resume();
-  return std::nullopt;
+}
+
+bool LossWatch::has_ended(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return survival_.has_ended(rank);
+}
+
+std::vector<int> LossWatch::readmit(std::span<const int> ranks, const Connect& connect) {
+  const std::lock_guard lock(mutex_);
+  has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
+  survival_.begin_call();
+  std::vector<int> missing = survival_.readmit(ranks);
+  uint32_t newcomers = 0;
+  for (const int rank : ranks) {
+    newcomers |= survival_.has_come(rank) ? 1U << static_cast<uint32_t>(rank) : 0U;
+  }
+  meet_at_last(newcomers, connect);
+  return missing;
+}
+
+void LossWatch::check_back(std::span<const int> ranks, std::span<const int> missing) const {
+  const std::lock_guard lock(mutex_);
+  for (const int rank : ranks) {
+    WEFT_CHECK(
+        context_,
+        survival_.has_come(rank),
+        ErrorCode::kTimeout,
+        "readmit: {} did not come within {}",
+        rank_list(missing.empty() ? ranks : missing),
+        seconds_text(timeout_)
+    );
+    WEFT_CHECK(
+        context_,
+        !survival_.is_lost(rank),
+        ErrorCode::kPeerFailed,
+        "readmit: rank {} was lost again",
+        rank
+    );
+  }
+}
+
+void LossWatch::meet(const Connect& connect) {
+  const std::lock_guard lock(mutex_);
+  survival_.begin_call();
+  meet_at_last(0, connect);
+}
+
+// It ends on all members with the same of them, whoever is lost meanwhile.
+void LossWatch::meet_at_last(uint32_t newcomers, const Connect& connect) {
+  for (bool is_over = false; !is_over;) {
+    try {
+      const Group group = with_control(survival_.group(), [this](std::span<const std::byte> block) {
+        std::vector<Bytes> blocks = survival_.group().all_gather(block);
+        for (size_t rank = 0; rank < blocks.size(); ++rank) {
+          if (survival_.is_lost(static_cast<int>(rank))) {
+            blocks[rank].assign(block.begin(), block.end());
+          }
+        }
+        return blocks;
+      });
+      connect(group, {.ranks = survival_.members(), .newcomers = newcomers});
+      is_over = survival_.finish_call("readmit");
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kInvalidArgument ||
+          !survival_.settle("readmit", error.code())) {
+        survival_.leave();
+        throw;
+      }
+    }
+  }
+  seen_to_leave_.reset();
+  has_left_.store(false, std::memory_order_relaxed);
 }
 
 uint32_t LossWatch::lost() const {

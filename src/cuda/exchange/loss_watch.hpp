@@ -12,9 +12,12 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <thread>
+#include <vector>
 
+#include "cuda/transport/peer_regions.hpp"
 #include "survive/survival.hpp"
 
 namespace weft {
@@ -23,7 +26,8 @@ class LossWatch {
  public:
   // Collective. `stop` ends the waits of this rank's kernels and all that is queued behind them, as
   // it may be called by another thread at any time. Throws Error (kUnsupported) where ranks share
-  // no memory of the host.
+  // no memory of the host. A rank that joins again waits until the members take it in, and is one
+  // of them after meet(); throws TimeoutError if they do not.
   LossWatch(
       const Group& group,
       const Context& context,
@@ -55,14 +59,34 @@ class LossWatch {
   // of all; nothing: no rank is lost. Throws PeerError if this rank is, TimeoutError if others have
   // not come.
   [[nodiscard]] std::optional<Calls> settle(std::string_view op, ErrorCode cause, const Calls& own);
+  // Waits until all members are here, with their calls ended. Otherwise as settle(): ranks are
+  // lost, and who is here has no more to say than those that are in a call.
+  [[nodiscard]] std::optional<Calls> assemble(std::string_view op, const Calls& own);
   // A bit for each rank that is none of them.
   [[nodiscard]] uint32_t lost() const;
+  [[nodiscard]] std::string invitation() const { return survival_.invitation(); }
+  [[nodiscard]] bool has_ended(int rank) const;
+  // Waits until new processes that take the places of these lost ranks are members, and then meets
+  // all members. -> which of them did not ask for it in time. Throws what `connect` does; then this
+  // rank has left.
+  using Connect = std::function<void(const Group& members, const Meeting& who)>;
+  [[nodiscard]] std::vector<int> readmit(std::span<const int> ranks, const Connect& connect);
+  // Afterwards, the same on all members. Throws TimeoutError if one of `ranks` did not come,
+  // PeerError if it was lost again.
+  void check_back(std::span<const int> ranks, std::span<const int> missing) const;
+  // A rank that joins again meets the members. `connect` is called on all members, once more with
+  // those that are left if ranks are lost meanwhile; what lost ones say in an all_gather of its
+  // group is what this rank says.
+  void meet(const Connect& connect);
   // The kernels may be stopped again.
   void resume();
 
  private:
   void run();
   void look();
+  // Once others are members.
+  [[nodiscard]] Calls agree_on_calls(std::string_view op, const Calls& own);
+  void meet_at_last(uint32_t newcomers, const Connect& connect);
 
   Context context_;
   std::chrono::milliseconds timeout_;

@@ -327,7 +327,8 @@ enum class FaultKind : uint32_t {
   kStranger,  // the peer's handshake has the stamp `seen`, this exchange has `wanted`
   kUnmapped,  // the peer names its region `seen`, which is not mapped here
   kGone,      // the peer has broken off and is calls ahead: its rows may be those of another call
-  kOldPlan,   // ranks were lost since the plan was made: `seen` (a bit each) then, `wanted` now
+  kOldPlan,   // the plan is of LocalState::members `seen`, this call of `wanted`
+  kOldGraph,  // of a graph that was captured before a lost rank's new process had other addresses
 };
 
 // The epoch from which an exchange counts. The low bits of stamps are numbers of exchanges, so that
@@ -387,7 +388,11 @@ struct alignas(8) LocalState {
   StopState stopped = StopState::kRunning;  // set by the first fault
   uint32_t given_up_epoch = 0;              // of the call that made it kGivenUp
   uint32_t broken_epoch = 0;                // of the one that made it kBroken
-  uint32_t lost = 0;  // bit r: rank r takes no part (PeerLoss::kShrink); only the host changes it
+  // With PeerLoss::kShrink; only the host changes them. Bit r: rank r takes no part. All bits, this
+  // rank's own too: of kernels in old graphs alone, whose addresses of peers are no longer right,
+  // and which are stopped besides.
+  uint32_t lost = 0;
+  uint32_t members = 0;                    // how often those that take part have changed
   uint64_t wait_ns[kMaxDomainRanks] = {};  // by peer
 };
 
@@ -397,8 +402,9 @@ struct RankView {
   int32_t num_ranks = 1;
   DeviceControlMap map;
   uint64_t stamp = 0;  // the same on all ranks, and of no other exchange
-  // Region 0 of every rank as mapped here. It never changes, so that handshakes and signals need no
-  // table, whose entries may change while kernels run.
+  // Region 0 of every rank as mapped here, so that handshakes and signals need no table, whose
+  // entries may change while kernels run. Once a lost rank's new process has another one, what was
+  // captured before has a LocalState of its own, by which it does nothing (FaultKind::kOldGraph).
   std::byte* control[kMaxDomainRanks] = {};
   // Device memory [num_ranks][kMaxPeerRegions]: every region as mapped here.
   std::byte* const* regions = nullptr;

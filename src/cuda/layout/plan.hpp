@@ -33,7 +33,7 @@ struct PlanHeader {
   int32_t num_tokens = 0;
   int32_t overflow = 0;
   int32_t short_rank = -1;  // first rank whose row budget is too small, -1 = none
-  uint32_t lost = 0;        // ranks that took no part, a bit each
+  uint32_t members = 0;     // LocalState's
   int64_t num_rows = 0;
   int64_t required_rows = 0;
   int64_t expert_stride = 0;  // resolved; 0 unless expert_strided

@@ -200,7 +200,7 @@ __device__ inline void write_shape(
   if (threadIdx.x == blockDim.x - 1) {  // not the one that fences
     PlanHeader header;
     header.epoch = *shared.call;
-    header.lost = place.lost;
+    header.members = call.me.local->members;
     header.num_tokens = call.num_tokens;
     header.overflow = group.overflow ? 1 : 0;
     header.num_rows = num_rows;

@@ -44,6 +44,14 @@ class GpuTransport {
   [[nodiscard]] virtual std::shared_ptr<std::byte> map(
       int owner, const ExportedMemory& exported, uint64_t bytes
   ) = 0;
+  // Other memory of that size at the addresses of `mapping`, which map() has made and no kernel
+  // uses, so that captured graphs find it. False if the transport cannot, which changes nothing.
+  // Throws Error (kNotAvailable); then nothing is mapped there.
+  [[nodiscard]] virtual bool map_instead(
+      std::byte* /*mapping*/, int /*owner*/, const ExportedMemory& /*exported*/, uint64_t /*bytes*/
+  ) {
+    return false;
+  }
 };
 
 struct GpuTransportOptions {

@@ -103,9 +103,12 @@ std::string obstacle_to(const GpuIdentity& own, const GpuIdentity& other, size_t
   return {};
 }
 
-// The same for all ranks.
+// The same for all ranks, those aside that were never met.
 std::string reach_obstacle(const std::vector<GpuIdentity>& gpus, int own) {
   for (size_t rank = 0; rank < gpus.size(); ++rank) {
+    if (gpus[rank].pid == 0) {
+      continue;
+    }
     if (std::string found = obstacle_to(gpus[static_cast<size_t>(own)], gpus[rank], rank);
         !found.empty()) {
       return found;
@@ -120,24 +123,46 @@ std::vector<GpuIdentity> gather_identities(const Group& group, int device) {
   return gather_values(group, identify_gpu(device));
 }
 
-CudaRegions::CudaRegions(const Group& group, int device, std::string_view transport)
-    : rank_(group.rank()), num_ranks_(group.num_ranks()), device_(device) {
-  gpus_ = gather_identities(group, device);
+CudaRegions::CudaRegions(
+    const Group& group, int device, std::string_view transport, const Meeting& who
+)
+    : rank_(group.rank()),
+      num_ranks_(group.num_ranks()),
+      device_(device),
+      name_(transport),
+      gpus_(static_cast<size_t>(num_ranks_)) {
+  meet(group, who);
+}
+
+void CudaRegions::meet(const Group& group, const Meeting& who) {
+  const std::vector<GpuIdentity> identities = gather_identities(group, device_);
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    GpuIdentity& known = gpus_[static_cast<size_t>(rank)];
+    if (who.is_new(rank)) {
+      const uint32_t bit = uint32_t{1} << static_cast<uint32_t>(rank);
+      const bool was_apart = known.pid != 0 && !is_here(rank);
+      were_apart_ = was_apart ? were_apart_ | bit : were_apart_ & ~bit;
+    }
+    if (who.has(rank)) {
+      known = identities[static_cast<size_t>(rank)];
+    }
+  }
   agree(group, [&] {
     const std::string problem = reach_obstacle(gpus_, rank_);
     WEFT_CHECK(context(), problem.empty(), ErrorCode::kNotAvailable, "open: {}", problem);
     const std::string usual = Env::read().gpu_transport.value_or(gpu_transport_names().front());
-    name_ = transport.empty() ? usual : transport;
+    name_ = name_.empty() ? usual : name_;
   });
   agree_on_name(name_, group);
   agree(group, [&] {
     WEFT_CUDA(context(), cudaSetDevice(device_));
+    const std::vector<int> devices = enable_access();
+    if (transport_ != nullptr) {
+      return;
+    }
     transport_ = make_gpu_transport(
         name_,
-        {.device = device_,
-         .devices = enable_access(),
-         .is_exported = is_exported(),
-         .context = context()}
+        {.device = device_, .devices = devices, .is_exported = is_exported(), .context = context()}
     );
     const uint64_t entries = static_cast<uint64_t>(num_ranks_) * kMaxPeerRegions;
     table_.create(entries, context());
@@ -184,13 +209,26 @@ OwnRegion CudaRegions::allocate(uint64_t bytes) {
 }
 
 std::shared_ptr<std::byte> CudaRegions::map(int rank, const RegionHandle& handle) {
-  if (own().is_same_process(gpus_[static_cast<size_t>(rank)])) {
+  if (is_here(rank)) {
     auto data = std::static_pointer_cast<std::byte>(local_memory().find(handle.id));
     const auto code = ErrorCode::kNotAvailable;
     WEFT_CHECK(context(), data != nullptr, code, "map: a region of rank {} is already gone", rank);
     return data;
   }
   return transport_->map(rank, handle.exported, handle.bytes);
+}
+
+std::shared_ptr<std::byte> CudaRegions::map_instead(
+    std::shared_ptr<std::byte> mapping, int rank, const RegionHandle& handle
+) {
+  const bool was_apart = (were_apart_ >> static_cast<uint32_t>(rank) & 1U) != 0;
+  const bool can_stay = was_apart && !is_here(rank) &&
+                        transport_->map_instead(mapping.get(), rank, handle.exported, handle.bytes);
+  if (can_stay) {
+    return mapping;
+  }
+  mapping.reset();
+  return map(rank, handle);
 }
 
 void CudaRegions::show_entry(int rank, uint32_t region, std::byte* data) {
@@ -215,8 +253,8 @@ void CudaRegions::quiesce() {
 }
 
 bool CudaRegions::is_exported() const {
-  const auto is_here = [&](const GpuIdentity& gpu) { return own().is_same_process(gpu); };
-  return !std::ranges::all_of(gpus_, is_here);
+  const auto is_apart = [&](const GpuIdentity& gpu) { return !own().is_same_process(gpu); };
+  return std::ranges::any_of(gpus_, is_apart);
 }
 
 int CudaRegions::ranks_on_this_gpu() const {

@@ -44,13 +44,20 @@ struct GpuIdentity {
 // each other's memory as it is, other processes map it.
 class CudaRegions : public RegionSource {
  public:
-  // Collective. Throws the same Error on every rank: kNotAvailable if a GPU cannot reach another or
-  // a machine does not allow the transport, kInvalidArgument if no transport has that name.
-  CudaRegions(const Group& group, int device, std::string_view transport);
+  // Collective, as meet() is.
+  CudaRegions(const Group& group, int device, std::string_view transport, const Meeting& who);
+
+  // Collective. Throws the same Error on every
+  // rank: kNotAvailable if a GPU cannot reach another or a machine does not allow the transport,
+  // kInvalidArgument if no transport has that name.
+  void meet(const Group& group, const Meeting& who);
 
   void enter_thread() override;
   [[nodiscard]] OwnRegion allocate(uint64_t bytes) override;
   [[nodiscard]] std::shared_ptr<std::byte> map(int rank, const RegionHandle& handle) override;
+  [[nodiscard]] std::shared_ptr<std::byte> map_instead(
+      std::shared_ptr<std::byte> mapping, int rank, const RegionHandle& handle
+  ) override;
   void show_entry(int rank, uint32_t region, std::byte* data) override;
   void set_entry(int rank, uint32_t region, std::byte* data) override;
   void quiesce() override;
@@ -69,12 +76,16 @@ class CudaRegions : public RegionSource {
   [[nodiscard]] Context context() const { return {.rank = rank_, .num_ranks = num_ranks_}; }
   [[nodiscard]] const GpuIdentity& own() const { return gpus_[static_cast<size_t>(rank_)]; }
   std::vector<int> enable_access() const;
+  [[nodiscard]] bool is_here(int rank) const {
+    return own().is_same_process(gpus_[static_cast<size_t>(rank)]);
+  }
 
   int rank_;
   int num_ranks_;
   int device_;
   std::string name_;
-  std::vector<GpuIdentity> gpus_;  // [num_ranks]
+  std::vector<GpuIdentity> gpus_;  // [num_ranks]; of nobody where no member ever was
+  uint32_t were_apart_ = 0;        // bit r: rank r's memory was mapped by the transport
   std::unique_ptr<GpuTransport> transport_;
 
   CudaBuffer<std::byte*> table_;        // [num_ranks][kMaxPeerRegions]
@@ -88,13 +99,26 @@ class PeerMemory final : CudaRegions, public PeerRegions {
   // gpu_transport_names(); empty: as WEFT_GPU_TRANSPORT says. Throws the same Error on every rank,
   // as CudaRegions does.
   PeerMemory(
-      const Group& group, int device, uint64_t control_bytes, std::string_view transport = {}
+      const Group& group,
+      int device,
+      uint64_t control_bytes,
+      std::string_view transport = {},
+      const Meeting& who = {}
   )
-      : CudaRegions(group, device, transport),
-        PeerRegions(group, static_cast<RegionSource&>(*this), control_bytes) {}
+      : CudaRegions(group, device, transport, who),
+        PeerRegions(group, static_cast<RegionSource&>(*this), control_bytes, who) {}
   ~PeerMemory();  // waits for a moment until peers have unmapped this rank's memory
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
+
+  // Collective, once newcomers have taken lost ranks' places: the control regions of all that are
+  // left are mapped by each other again when it returns, and newcomers map all that the others
+  // have. No kernel runs. Throws Error as the constructor does, and what the group throws when
+  // another rank is lost meanwhile; then it may be called again.
+  void meet(const Group& group, const Meeting& who) {
+    CudaRegions::meet(group, who);
+    PeerRegions::meet(group, who);
+  }
 
   using CudaRegions::new_table;
   using CudaRegions::ranks_on_this_gpu;

@@ -30,15 +30,35 @@ constexpr uint64_t round_up(uint64_t bytes) {
 
 }  // namespace
 
-PeerRegions::PeerRegions(const Group& group, RegionSource& source, uint64_t control_bytes)
+void Board::take_over(const Board& before, const Meeting& who) {
+  for (uint32_t region = 0; region < kMaxPeerRegions; ++region) {
+    entries[region].handle = before.entries[region].handle;
+    entries[region].stamp.store(before.entries[region].stamp, std::memory_order_relaxed);
+  }
+  for (int rank = 0; rank < kMaxDomainRanks; ++rank) {
+    for (uint32_t region = 0; region < kMaxPeerRegions && !who.is_new(rank); ++region) {
+      const Acks& acks = before.acks_[static_cast<size_t>(rank)];
+      ack(rank, region).store(acks[region], std::memory_order_relaxed);
+    }
+  }
+  num_changes.store(before.num_changes + 1, std::memory_order_release);
+}
+
+PeerRegions::PeerRegions(
+    const Group& group, RegionSource& source, uint64_t control_bytes, const Meeting& who
+)
     : source_(source),
       rank_(group.rank()),
       num_ranks_(group.num_ranks()),
+      control_bytes_(control_bytes),
       boards_(static_cast<size_t>(num_ranks_)),
-      mapped_(static_cast<size_t>(num_ranks_)),
-      seen_by_mapper_(static_cast<size_t>(num_ranks_), 0),
-      seen_by_settler_(static_cast<size_t>(num_ranks_), 0) {
-  agree(group, [&] {
+      mapped_(static_cast<size_t>(num_ranks_)) {
+  meet(group, who);
+}
+
+void PeerRegions::meet(const Group& group, const Meeting& who) {
+  stop_threads();
+  agree(group, [&] {  // nobody's threads write to boards any more
     WEFT_CHECK(
         context(),
         num_ranks_ <= kMaxDomainRanks,
@@ -48,33 +68,50 @@ PeerRegions::PeerRegions(const Group& group, RegionSource& source, uint64_t cont
         kMaxDomainRanks
     );
   });
-  transport_ = make_transport("auto", group, static_cast<uint32_t>(num_ranks_));
-  connect(group);
-  agree(group, [&] { control_ = allocate(control_bytes); });
+  connect(group, who);
+  agree(group, [&] {
+    if (control_.data == nullptr) {
+      control_ = allocate(control_bytes_);
+    }
+  });
   agree(group, [&] {
     for (int owner = 0; owner < num_ranks_; ++owner) {
-      if (is_peer(owner)) {
-        map_new(owner, 0);
-        settle(owner, 0);
+      if (is_peer(owner) && who.is_new(owner)) {
+        drop(owner);
+        map_control(owner);
+      }
+      for (uint32_t region = 0; is_peer(owner) && region < kMaxPeerRegions; ++region) {
+        map_new(owner, region);
+        settle(owner, region);
       }
     }
   });
+  seen_by_mapper_.assign(static_cast<size_t>(num_ranks_), 0);
+  seen_by_settler_ = seen_by_mapper_;
+  is_stopped_ = false;
   mapper_ = std::thread([this] { run(&PeerRegions::map_new); });
   settler_ = std::thread([this] { run(&PeerRegions::settle); });
 }
 
-void PeerRegions::connect(const Group& group) {
+// The new boards replace the old ones at once: what throws before changes nothing.
+void PeerRegions::connect(const Group& group, const Meeting& who) {
+  auto transport =
+      make_transport("auto", group, static_cast<uint32_t>(num_ranks_), {.members = who.ranks});
   Region own;
   agree(group, [&] {
-    own = transport_->allocate(sizeof(Board));
+    own = transport->allocate(sizeof(Board));
     new (own.data) Board;
   });
   const std::vector<RegionRef> refs = gather_values(group, own.ref);
+  std::vector<Board*> boards(static_cast<size_t>(num_ranks_));
   agree(group, [&] {
     for (int rank = 0; rank < num_ranks_; ++rank) {
+      if (!who.has(rank)) {
+        continue;
+      }
       const RegionRef& ref = refs[static_cast<size_t>(rank)];
-      transport_->import(rank, ref);
-      std::byte* const data = transport_->mapped(rank, ref.slot);
+      transport->import(rank, ref);
+      std::byte* const data = transport->mapped(rank, ref.slot);
       WEFT_CHECK(
           context(),
           data != nullptr,
@@ -82,15 +119,32 @@ void PeerRegions::connect(const Group& group) {
           "open: the host memory of rank {} cannot be mapped",
           rank
       );
-      boards_[static_cast<size_t>(rank)] = reinterpret_cast<Board*>(data);
+      boards[static_cast<size_t>(rank)] = reinterpret_cast<Board*>(data);
     }
   });
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    const uint32_t bit = uint32_t{1} << static_cast<uint32_t>(rank);
+    if (who.has(rank)) {
+      strays_ &= ~bit;
+    } else if (is_peer(rank) && !is_unmapped_by(rank)) {
+      strays_ |= bit;
+    }
+  }
+  const std::lock_guard lock(boards_mutex_);
+  if (boards_[static_cast<size_t>(rank_)] != nullptr) {
+    boards[static_cast<size_t>(rank_)]->take_over(board_of(rank_), who);
+  }
+  boards_ = std::move(boards);
+  transport_ = std::move(transport);
 }
 
 // --- telling ---
 
 // A rank that has gone is not told; peer_state() finds out that it has.
 void PeerRegions::tell(int rank) {
+  if (rank != rank_ && !is_peer(rank)) {
+    return;
+  }
   transport_->raise(rank, static_cast<uint32_t>(rank_), 1);
 }
 
@@ -152,6 +206,7 @@ PeerRegion PeerRegions::make_region(uint64_t bytes) {
 // Memory and indices that were released return when the peers have let go of them; that is worth a
 // short wait.
 PeerRegion PeerRegions::allocate(uint64_t bytes) {
+  const std::shared_lock boards(boards_mutex_);
   const auto deadline = Clock::now() + kRoomPatience;
   for (;;) {
     const bool may_get_room = has_dead() && Clock::now() < deadline;
@@ -187,6 +242,7 @@ void PeerRegions::release(const PeerRegion& region) {
   if (is_closed_) {
     return;
   }
+  const std::shared_lock boards(boards_mutex_);
   {
     const std::lock_guard lock(mutex_);
     const auto found = std::ranges::find_if(live_, [&](const PeerRegion& live) {
@@ -206,6 +262,9 @@ void PeerRegions::release(const PeerRegion& region) {
 }
 
 bool PeerRegions::is_unmapped_by(int rank) const {
+  if (!is_peer(rank)) {
+    return (strays_ >> static_cast<uint32_t>(rank) & 1U) == 0;
+  }
   return board_of(rank).has_unmapped.load(std::memory_order_acquire) != 0 ||
          transport_->peer_state(rank) == PeerState::kDied;
 }
@@ -245,9 +304,9 @@ std::optional<PeerRegion> PeerRegions::find(const void* data, uint64_t bytes) co
   return is_inside && offset < region.bytes ? std::optional(region) : std::nullopt;
 }
 
-// The constructor maps it, and no thread touches it afterwards.
+// meet() maps it, and no thread touches it afterwards.
 std::byte* PeerRegions::control_of(int rank) const {
-  return is_peer(rank) ? mapped_[static_cast<size_t>(rank)][0].data.get() : control_.data;
+  return rank == rank_ ? control_.data : mapped_[static_cast<size_t>(rank)][0].data.get();
 }
 
 PeerRegions::Reach PeerRegions::reach(const PeerRegion& region) const {
@@ -336,9 +395,12 @@ void PeerRegions::run(void (PeerRegions::*serve)()) {
 std::vector<int> PeerRegions::changed_peers(std::vector<uint64_t>& seen) const {
   std::vector<int> changed;
   for (int owner = 0; owner < num_ranks_; ++owner) {
+    if (!is_peer(owner)) {
+      continue;
+    }
     uint64_t& of_owner = seen[static_cast<size_t>(owner)];
     const uint64_t now = board_of(owner).num_changes.load(std::memory_order_acquire);
-    if (is_peer(owner) && now != std::exchange(of_owner, now)) {
+    if (now != std::exchange(of_owner, now)) {
       changed.push_back(owner);
     }
   }
@@ -380,6 +442,31 @@ void PeerRegions::map_new(int owner, uint32_t region) {
   tell(owner);
   has_unsettled_ = true;
   tell(rank_);
+}
+
+// What the last process in that place had, but for its control region, whose addresses may stay.
+// Its memory is the system's again with the last mapping.
+void PeerRegions::drop(int owner) {
+  auto& of_owner = mapped_[static_cast<size_t>(owner)];
+  for (uint32_t region = 1; region < kMaxPeerRegions; ++region) {
+    if (of_owner[region].data != nullptr) {
+      source_.set_entry(owner, region, nullptr);
+    }
+    of_owner[region] = {};
+  }
+}
+
+void PeerRegions::map_control(int owner) {
+  const Board::Entry& entry = board_of(owner).entries[0];
+  Mapped& mapped = mapped_[static_cast<size_t>(owner)][0];
+  std::shared_ptr<std::byte> before = std::exchange(mapped, {}).data;
+  if (before == nullptr) {
+    return;
+  }
+  mapped.data = source_.map_instead(std::move(before), owner, entry.handle);
+  mapped.stamp = entry.stamp.load(std::memory_order_acquire);
+  source_.show_entry(owner, 0, mapped.data.get());
+  board_of(owner).acknowledge(rank_, 0, mapped.stamp, false);
 }
 
 void PeerRegions::settle() {
@@ -478,6 +565,18 @@ void PeerRegions::free_dead() {
 
 // --- life ---
 
+void PeerRegions::stop_threads() {
+  is_stopped_.store(true, std::memory_order_release);
+  if (transport_ != nullptr) {
+    tell(rank_);
+  }
+  for (std::thread* thread : {&mapper_, &settler_}) {
+    if (thread->joinable()) {
+      thread->join();
+    }
+  }
+}
+
 void PeerRegions::close() {
   const std::lock_guard lock(close_mutex_);
   if (std::exchange(is_closed_, true)) {
@@ -490,13 +589,7 @@ void PeerRegions::close() {
   } catch (const Error& error) {  // after a failed kernel nothing runs any more
     log(LogLevel::kDebug, "peer memory: close: {}", error.what());
   }
-  is_stopped_.store(true, std::memory_order_release);
-  tell(rank_);
-  for (std::thread* thread : {&mapper_, &settler_}) {
-    if (thread->joinable()) {
-      thread->join();
-    }
-  }
+  stop_threads();
   transport_->close();
   for (auto& of_rank : mapped_) {
     for (Mapped& mapped : of_rank) {

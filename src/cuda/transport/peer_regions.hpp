@@ -9,12 +9,14 @@
 // a kernel may wait for the rank that grows; a second one does what may have to wait.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -40,6 +42,20 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "boards are shared by 
   return stamp % 2 != 0;
 }
 
+// Ranks that make a collective call. With some of a group alone, an all_gather of the others is
+// whatever fits.
+struct Meeting {
+  std::vector<int> ranks = {};  // ascending; empty: all
+  uint32_t newcomers = 0;       // bit r: a new process has the place of rank r
+
+  [[nodiscard]] bool has(int rank) const {
+    return ranks.empty() || std::ranges::binary_search(ranks, rank);
+  }
+  [[nodiscard]] bool is_new(int rank) const {
+    return (newcomers >> static_cast<uint32_t>(rank) & 1U) != 0;
+  }
+};
+
 // What a rank's regions of device memory look like to its peers: one board per rank in host memory
 // that all ranks map. Its owner writes the entries; each peer writes its row of acknowledgements.
 //
@@ -64,6 +80,9 @@ class Board {
   [[nodiscard]] bool has_failed(int rank, uint32_t region, uint64_t stamp) {
     return ack(rank, region).load(std::memory_order_acquire) == 2 * stamp + 1;
   }
+
+  // The same entries, told once more to peers that have met again; newcomers know none of them.
+  void take_over(const Board& before, const Meeting& who);
 
   std::atomic<uint64_t> num_changes = 0;   // of stamps: peers look at entries only when it differs
   std::atomic<uint64_t> has_unmapped = 0;  // the owner maps nobody's memory any more
@@ -100,6 +119,11 @@ class RegionSource {
   [[nodiscard]] virtual OwnRegion allocate(uint64_t bytes) = 0;
   // A region of another rank, unmapped with the last copy. Throws Error.
   [[nodiscard]] virtual std::shared_ptr<std::byte> map(int rank, const RegionHandle& handle) = 0;
+  // Memory of the rank's new process, if possible at the addresses of the old one's `mapping`,
+  // which no kernel uses. Throws Error.
+  [[nodiscard]] virtual std::shared_ptr<std::byte> map_instead(
+      std::shared_ptr<std::byte> mapping, int rank, const RegionHandle& handle
+  ) = 0;
   // What this rank's kernels find under (rank, region), where they found nothing before. It waits
   // for no kernel.
   virtual void show_entry(int rank, uint32_t region, std::byte* data) = 0;
@@ -115,7 +139,11 @@ class PeerRegions {
  public:
   // Collective; region 0 of every rank is mapped everywhere when it returns. Throws the same Error
   // on every rank. `source` outlives this.
-  PeerRegions(const Group& group, RegionSource& source, uint64_t control_bytes);
+  PeerRegions(
+      const Group& group, RegionSource& source, uint64_t control_bytes, const Meeting& who = {}
+  );
+  // See PeerMemory::meet().
+  void meet(const Group& group, const Meeting& who);
   ~PeerRegions();
   PeerRegions(const PeerRegions&) = delete;
   PeerRegions& operator=(const PeerRegions&) = delete;
@@ -145,13 +173,16 @@ class PeerRegions {
   [[nodiscard]] std::optional<PeerRegion> find(const void* data, uint64_t bytes) const;
 
   [[nodiscard]] const PeerRegion& control() const { return control_; }
-  // Region 0 of any rank as this GPU maps it, from construction to close().
+  // Region 0 of any rank as this GPU maps it, until close(); it may change in meet() for a rank
+  // that has come back. Null of a rank that was never met.
   [[nodiscard]] std::byte* control_of(int rank) const;
   [[nodiscard]] PeerState peer_state(int rank) const { return transport_->peer_state(rank); }
   // Waits for the running kernels of this GPU, tells peers that this rank leaves and unmaps the
   // memory of others; its own stays until destruction, and as long as a peer maps it. Again: no
   // effect.
   void close();
+  // Whether the peer, or the last process in its place, maps nobody's memory any more.
+  [[nodiscard]] bool is_unmapped_by(int rank) const;
   // Whether no living peer maps this rank's memory any more.
   [[nodiscard]] bool is_unmapped_by_peers() const;
   // Once closed: this rank's memory stays until the process ends.
@@ -170,9 +201,12 @@ class PeerRegions {
   };
   enum class Reach : uint8_t { kNotYet, kAll, kNever };
 
-  void connect(const Group& group);
+  void connect(const Group& group, const Meeting& who);
   [[nodiscard]] Context context() const { return {.rank = rank_, .num_ranks = num_ranks_}; }
-  [[nodiscard]] bool is_peer(int rank) const { return rank != rank_; }
+  // Others that this rank has met the last time.
+  [[nodiscard]] bool is_peer(int rank) const {
+    return rank != rank_ && boards_[static_cast<size_t>(rank)] != nullptr;
+  }
   [[nodiscard]] Board& board_of(int rank) const { return *boards_[static_cast<size_t>(rank)]; }
   [[nodiscard]] Reach reach(const PeerRegion& region) const;
   [[nodiscard]] PeerRegion make_region(uint64_t bytes);
@@ -183,16 +217,17 @@ class PeerRegions {
   [[nodiscard]] bool has_dead() const;
   template <class Done>
   void wait_until(std::chrono::milliseconds at_most, const Done& done) const;
-  // Whether the peer maps nobody's memory any more.
-  [[nodiscard]] bool is_unmapped_by(int rank) const;
 
   // --- the two threads (before they start and after they ended: the caller) ---
+  void stop_threads();
   void run(void (PeerRegions::*serve)());
   // Peers whose boards have changed since `seen`, which is brought up to date.
   [[nodiscard]] std::vector<int> changed_peers(std::vector<uint64_t>& seen) const;
   // The first thread: what is new.
   void map_new();
   void map_new(int owner, uint32_t region);
+  void map_control(int owner);
+  void drop(int owner);
   // The second: what is new and what is gone, for good.
   void settle();
   void settle(int owner, uint32_t region);
@@ -203,11 +238,14 @@ class PeerRegions {
   RegionSource& source_;
   int rank_;
   int num_ranks_;
+  uint64_t control_bytes_;
   std::unique_ptr<Transport> transport_;  // signal r: rank r changed a board
-  std::vector<Board*> boards_;            // [num_ranks], as mapped here
+  std::vector<Board*> boards_;            // [num_ranks], as mapped here; null: not met
+  uint32_t strays_ = 0;  // bits of ranks that were lost with memory of others mapped
   PeerRegion control_;
 
-  mutable std::mutex mutex_;  // guards slots_ and live_
+  std::shared_mutex boards_mutex_;  // who meets again replaces transport_ and boards_
+  mutable std::mutex mutex_;        // guards slots_ and live_
   std::array<Slot, kMaxPeerRegions> slots_;
   std::vector<PeerRegion> live_;  // ascending address
 

@@ -78,11 +78,30 @@ class VmmTransport final : public GpuTransport {
 
   std::shared_ptr<std::byte> map(int owner, const ExportedMemory& exported, uint64_t bytes)
       override {
+    return import <std::shared_ptr<std::byte>>(owner, exported, [&](const Physical& memory) {
+      return map_here(memory, bytes, {options_.device});
+    });
+  }
+
+  bool map_instead(std::byte* mapping, int owner, const ExportedMemory& exported, uint64_t bytes)
+      override {
+    return import <bool>(owner, exported, [&](const Physical& memory) {
+      const auto at = reinterpret_cast<CUdeviceptr>(mapping);
+      WEFT_CUDA(options_.context, WEFT_DRIVER(cuMemUnmap)(at, bytes));
+      map_at(at, memory, bytes, {options_.device});
+      return true;
+    });
+  }
+
+ private:
+  // What `use` returns of memory that another process exports.
+  template <class Result, class Use>
+  Result import(int owner, const ExportedMemory& exported, const Use& use) const {
     try {
       const CudaDeviceGuard guard(options_.device, options_.context);
       Physical memory;
       import_from(exported, memory);
-      return map_here(memory, bytes, {options_.device});
+      return use(memory);
     } catch (const Error& error) {
       raise_error(
           ErrorCode::kNotAvailable,
@@ -92,19 +111,13 @@ class VmmTransport final : public GpuTransport {
     }
   }
 
- private:
-  // Addresses of this process for the memory, which kernels of `devices` load and store.
-  [[nodiscard]] std::shared_ptr<std::byte> map_here(
-      const Physical& memory, uint64_t bytes, const std::vector<int>& devices
+  // At reserved addresses, of which nothing is mapped if it throws.
+  void map_at(
+      CUdeviceptr at, const Physical& memory, uint64_t bytes, const std::vector<int>& devices
   ) const {
     const Context& context = options_.context;
-    const uint64_t none = 0;
-    CUdeviceptr at = 0;
-    WEFT_CUDA(context, WEFT_DRIVER(cuMemAddressReserve)(&at, bytes, none, CUdeviceptr{0}, none));
-    bool is_mapped = false;
+    WEFT_CUDA(context, WEFT_DRIVER(cuMemMap)(at, bytes, uint64_t{0}, memory.handle, uint64_t{0}));
     try {
-      WEFT_CUDA(context, WEFT_DRIVER(cuMemMap)(at, bytes, none, memory.handle, none));
-      is_mapped = true;
       std::vector<CUmemAccessDesc> access;
       for (const int device : devices) {
         access.push_back(
@@ -114,20 +127,36 @@ class VmmTransport final : public GpuTransport {
       }
       WEFT_CUDA(context, WEFT_DRIVER(cuMemSetAccess)(at, bytes, access.data(), access.size()));
     } catch (...) {
-      static_cast<void>(unmap(at, bytes, is_mapped));
+      static_cast<void>(WEFT_DRIVER(cuMemUnmap)(at, bytes));
+      throw;
+    }
+  }
+
+  // Addresses of this process for the memory, which kernels of `devices` load and store.
+  [[nodiscard]] std::shared_ptr<std::byte> map_here(
+      const Physical& memory, uint64_t bytes, const std::vector<int>& devices
+  ) const {
+    const Context& context = options_.context;
+    const uint64_t none = 0;
+    CUdeviceptr at = 0;
+    WEFT_CUDA(context, WEFT_DRIVER(cuMemAddressReserve)(&at, bytes, none, CUdeviceptr{0}, none));
+    try {
+      map_at(at, memory, bytes, devices);
+    } catch (...) {
+      static_cast<void>(WEFT_DRIVER(cuMemAddressFree)(at, bytes));
       throw;
     }
     return {reinterpret_cast<std::byte*>(at), [device = options_.device, bytes](std::byte* data) {
               on_device_quietly(device, "mapping", [&] {
                 // Unlike cudaFree, to unmap waits for nothing.
                 static_cast<void>(cudaDeviceSynchronize());
-                return unmap(reinterpret_cast<CUdeviceptr>(data), bytes, true);
+                return unmap(reinterpret_cast<CUdeviceptr>(data), bytes);
               });
             }};
   }
 
-  static cudaError_t unmap(CUdeviceptr at, uint64_t bytes, bool is_mapped) {
-    const cudaError_t status = is_mapped ? WEFT_DRIVER(cuMemUnmap)(at, bytes) : cudaSuccess;
+  static cudaError_t unmap(CUdeviceptr at, uint64_t bytes) {
+    const cudaError_t status = WEFT_DRIVER(cuMemUnmap)(at, bytes);
     const cudaError_t freed = WEFT_DRIVER(cuMemAddressFree)(at, bytes);
     return status != cudaSuccess ? status : freed;
   }

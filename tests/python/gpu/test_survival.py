@@ -30,18 +30,22 @@ def sums_of(ex, x, idx):
     return ex.combine(plan, rows).x
 
 
-def lives_on(rank, num_ranks, group, is_replayed):
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    told = []
-    ex = weft.Exchange(
+def exchange_of(group, num_ranks, device, on_loss=None):
+    return weft.Exchange(
         group,
         hidden=HIDDEN,
         num_experts=PER_RANK * num_ranks,
         max_tokens=TOKENS,
         device=device,
         on_peer_loss="shrink",
-        on_loss=told.append,
+        on_loss=on_loss,
     )
+
+
+def lives_on(rank, num_ranks, group, is_replayed):
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    told = []
+    ex = exchange_of(group, num_ranks, device, told.append)
     x, idx = inputs_of(rank, num_ranks, device)
     run = lambda: sums_of(ex, x, idx)  # noqa: E731
     with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -78,6 +82,48 @@ def lives_on(rank, num_ranks, group, is_replayed):
             assert torch.equal(run(), x * kept)
         torch.cuda.synchronize(device)
         ex.check()
+
+
+_kept = {}  # exchanges of this process, from one call of a test to the next
+
+
+def killed_for_now(rank, num_ranks, group):
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    ex = _kept["ex"] = exchange_of(group, num_ranks, device)
+    x, idx = inputs_of(rank, num_ranks, device)
+    assert torch.equal(sums_of(ex, x, idx), x * TOPK)
+    torch.cuda.synchronize(device)
+    ex.check()
+    dist.barrier(group)
+    if rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(weft.RanksLost):
+        while True:
+            sums_of(ex, x, idx)
+            torch.cuda.synchronize(device)
+            ex.check()
+
+
+def coming_back(rank, num_ranks, group):
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    ex = _kept.pop("ex", None)
+    told = [None] * num_ranks
+    dist.all_gather_object(told, ex.invitation() if rank == 0 else "", group)
+    if rank == VICTIM:
+        ex = exchange_of(weft.Group.rejoin(VICTIM, told[0]), num_ranks, device)
+    else:
+        ex.readmit([VICTIM])
+    assert ex.alive() == list(range(num_ranks))
+    x, idx = inputs_of(rank, num_ranks, device)
+    for _ in range(3):
+        assert torch.equal(sums_of(ex, x, idx), x * TOPK)
+    torch.cuda.synchronize(device)
+    ex.check()
+
+
+def test_a_new_process_takes_the_place_of_a_lost_rank(ranks):
+    ranks(killed_for_now, 3, dying=(VICTIM,))
+    ranks(coming_back, 3)
 
 
 @pytest.mark.parametrize("is_replayed", [False, True], ids=["eager", "replayed"])

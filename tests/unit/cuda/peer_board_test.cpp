@@ -4,6 +4,7 @@
 
 #include <csignal>
 #include <map>
+#include <optional>
 #include <set>
 #include <thread>
 #include <utility>
@@ -58,6 +59,16 @@ class FakeSource final : public RegionSource {
             }};
   }
 
+  std::shared_ptr<std::byte> map_instead(
+      std::shared_ptr<std::byte> mapping, int rank, const RegionHandle& handle
+  ) override {
+    if (keeps_addresses) {
+      return mapping;
+    }
+    mapping.reset();
+    return map(rank, handle);
+  }
+
   void show_entry(int rank, uint32_t region, std::byte* data) override {
     const std::lock_guard lock(counts_->mutex);
     entries_[{rank, region}] = data;
@@ -91,6 +102,7 @@ class FakeSource final : public RegionSource {
 
   std::atomic<bool> refuses = false;
   std::atomic<size_t> room = 1000;
+  bool keeps_addresses = false;     // what is mapped anew is where it was
   std::atomic<bool> waits = false;  // as if a kernel had to end before entries of peers can be set
   int own_rank = -1;
 
@@ -313,6 +325,59 @@ TEST(PeerBoardTest, KeepsMemoryThatAPeerStillUses) {
     }
     EXPECT_EQ(source.num_own(), 1U);
   });
+}
+
+// Rank 1 ends, and another takes its place: it maps what the others have, they map what it has, and
+// nothing is left of the one before.
+TEST(PeerBoardTest, ANewcomerAndTheOthersMapEachOther) {
+  for (const bool keeps_addresses : {false, true}) {
+    run_threads(3, [&](Group& group) {
+      const Meeting who = {.ranks = {0, 1, 2}, .newcomers = 0b10};
+      FakeSource source;
+      source.keeps_addresses = keeps_addresses;
+      std::optional<PeerRegions> regions;
+      regions.emplace(group, source, 1);
+      const auto before = regions->allocate_reachable(1, kBound);
+      ASSERT_TRUE(before);
+      const std::byte* const old_control = regions->control_of(1);
+      group.barrier();
+      FakeSource new_source;
+      static_cast<void>(new_source.allocate(100 * kStep));  // so that its addresses are others
+      if (group.rank() == 1) {
+        regions.reset();
+        group.barrier();
+        regions.emplace(group, new_source, 1, who);
+        EXPECT_EQ(new_source.num_mapped(), 4U) << "two of each of the others";
+        for (const int other : {0, 2}) {
+          EXPECT_NE(new_source.settled_entry(other, before->region), nullptr);
+          EXPECT_EQ(new_source.settled_entry(other, 0), regions->control_of(other));
+        }
+      } else {
+        group.barrier();
+        EXPECT_TRUE(regions->is_unmapped_by(1));
+        EXPECT_NE(source.entry(1, before->region), nullptr);
+        regions->meet(group, who);
+        EXPECT_EQ(regions->control_of(1) == old_control, keeps_addresses);
+        EXPECT_EQ(source.settled_entry(1, 0), regions->control_of(1));
+        EXPECT_EQ(source.entry(1, before->region), nullptr);
+        EXPECT_TRUE(regions->is_reachable(*before));
+        EXPECT_EQ(source.num_mapped(), 3U);
+      }
+      group.barrier();
+      const auto after = regions->allocate_reachable(1, kBound);
+      ASSERT_TRUE(after);
+      group.barrier();
+      FakeSource& own_source = group.rank() == 1 ? new_source : source;
+      for (int other = 0; other < 3; ++other) {
+        EXPECT_TRUE(comes_true([&] { return own_source.entry(other, 0) != nullptr; }));
+      }
+      regions->release(*after);
+      EXPECT_TRUE(regions->wait_freed(kBound));
+      group.barrier();
+      regions.reset();
+      group.barrier();
+    });
+  }
 }
 
 TEST(PeerBoardTest, ThrowsOnAllRanksIfOneCannotMapAnother) {

@@ -2,26 +2,30 @@
 // Processes that take the places of lost ranks, and how they are called.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <csignal>
+#include <cstdio>
 #include <functional>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
 
-#include "fault/survival_cases.hpp"
 #include "support/errors.hpp"
+#include "weft/exchange.hpp"
 
 namespace weft::test {
 
 // In memory that processes share: by this a rank that is left calls a new process.
 class Letter {
  public:
-  void send(const Exchange& exchange) {
-    exchange.invitation().copy(text_.data(), text_.size() - 1);
+  void send(const Exchange& exchange) { send(exchange.invitation()); }
+  void send(const std::string& invitation) {
+    invitation.copy(text_.data(), text_.size() - 1);
     is_there_.store(true);
   }
   [[nodiscard]] const char* await() const {
@@ -44,9 +48,13 @@ class Spare {
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
       int status = 1;
       const auto thrown = thrown_by([&] { status = body(); });
-      ::_exit(thrown ? verdict(text_of(thrown)) : status);
+      if (thrown) {
+        fmt::print(stderr, "{}\n", text_of(thrown));
+      }
+      ::_exit(thrown ? 1 : status);
     }
   }
+  void kill() const { static_cast<void>(::kill(pid_, SIGKILL)); }
   // 128 + signal if it was killed.
   [[nodiscard]] int status() const {
     int status = 0;
