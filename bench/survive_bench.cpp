@@ -387,7 +387,9 @@ int run(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--seed", seed, "Of deaths and readmissions")->capture_default_str();
   bool is_on_gpus = false;
-  app.add_flag("--gpus", is_on_gpus, "On the GPUs of this host: deaths and the cost");
+  app.add_flag(
+      "--gpus", is_on_gpus, "On the GPUs of this host; deaths and readmissions are counted apart"
+  );
   app.add_option("--json", json_path, "Write the results to this file");
   app.add_flag("--smoke", is_smoke, "Small, as a test");
   CLI11_PARSE(app, argc, argv);
@@ -399,28 +401,37 @@ int run(int argc, char** argv) {
   ::setenv("WEFT_LOG", "error", 0);  // each loss is a warning
   const int64_t hidden = is_smoke ? 256 : kHidden;
   Json rows = Json::array();
-  const auto tell = [&](const Json& row, bool is_more) {
-    if (is_more) {
-      rows.back() = row;
-    } else {
-      rows.push_back(row);
-    }
+  const auto tell = [&](const Json& latest) {
+    rows = latest;
     if (!json_path.empty()) {  // what there is, should the rest not come
       program::save_results(json_path, rows, {});
     }
   };
-  if (num_deaths > 0) {  // first: it forks
-    is_on_gpus ? measure_gpu_deaths(num_deaths, seed, tell)
-               : tell(measure_deaths(num_deaths, seed), false);
-  }
-  if (num_returns > 0 && !is_on_gpus) {
-    tell(measure_readmissions(num_returns, seed), false);
-  }
-  if (num_samples > 0 && is_on_gpus) {
-    measure_gpu_cost(num_samples, is_smoke, tell);
-  } else if (num_samples > 0) {
-    tell(measure_cost({.name = 'A', .tokens = 512, .iterations = num_samples}, hidden), false);
-    tell(measure_cost({.name = 'D', .tokens = 128, .iterations = 20 * num_samples}, hidden), false);
+  const auto tell_more = [&](const Json& more) {
+    Json all = rows;
+    all.insert(all.end(), more.begin(), more.end());
+    tell(all);
+  };
+  if (is_on_gpus) {
+    if (num_deaths + num_returns > 0) {  // first: it forks
+      measure_gpu_deaths(num_deaths, num_returns, seed, tell);
+    }
+    if (num_samples > 0) {
+      tell_more(measure_gpu_cost(num_samples, is_smoke));
+    }
+  } else {
+    if (num_deaths > 0) {
+      tell_more(Json::array({measure_deaths(num_deaths, seed)}));
+    }
+    if (num_returns > 0) {
+      tell_more(Json::array({measure_readmissions(num_returns, seed)}));
+    }
+    if (num_samples > 0) {
+      tell_more(Json::array(
+          {measure_cost({.name = 'A', .tokens = 512, .iterations = num_samples}, hidden),
+           measure_cost({.name = 'D', .tokens = 128, .iterations = 20 * num_samples}, hidden)}
+      ));
+    }
   }
   print(rows);
   const bool is_good = std::ranges::all_of(rows, [](const Json& row) {

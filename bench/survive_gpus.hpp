@@ -9,15 +9,16 @@
 
 namespace weft::bench {
 
-// Called with a row of results whenever there is one, or more of the last: `is_more`.
-using TellRow = std::function<void(const nlohmann::ordered_json& row, bool is_more)>;
+// Called with the rows of a measurement, as far as it has come.
+using TellRows = std::function<void(const nlohmann::ordered_json& rows)>;
 
-// Deaths of processes that share the GPUs, in eager calls and replayed graphs, a row for each. It
-// forks: before anything of CUDA is used. Throws Error (kUnsupported, kNotAvailable) without a GPU.
-void measure_gpu_deaths(int num_deaths, uint64_t seed, const TellRow& tell);
+// Deaths of processes that share the GPUs, in eager calls and replayed graphs; after so many of
+// them in each a new process takes the place. It forks: before anything of CUDA is used. Throws
+// Error (kUnsupported, kNotAvailable) without a GPU.
+void measure_gpu_deaths(int num_deaths, int num_returns, uint64_t seed, const TellRows& tell);
 
 // What cases A and D cost more with PeerLoss::kShrink than without while nobody dies, both in turns
 // in this process, a rank for each GPU: a row for each. Throws as above.
-void measure_gpu_cost(int num_samples, bool is_small, const TellRow& tell);
+[[nodiscard]] nlohmann::ordered_json measure_gpu_cost(int num_samples, bool is_small);
 
 }  // namespace weft::bench

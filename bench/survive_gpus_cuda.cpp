@@ -32,6 +32,7 @@ using program::rounded;
 using Json = nlohmann::ordered_json;
 
 constexpr int kDeathRanks = 4;
+constexpr int kReturnsOfGroup = 8;  // whose processes begin together
 
 int count_gpus_apart() {
   return run_forked(1, [](const Group&) { return static_cast<int>(list_gpus().gpus.size()); })[0];
@@ -191,49 +192,93 @@ Json measure_case(const CostCase& shape, int64_t hidden, int num_samples) {
   };
 }
 
+// Deaths, and how many of them a new process came after, in calls of one kind.
+class Tally {
+ public:
+  Tally(bool is_replayed, const char* transport)
+      : is_replayed_(is_replayed), transport_(transport) {}
+
+  [[nodiscard]] int num_deaths() const { return num_deaths_; }
+  [[nodiscard]] int num_returns() const { return num_returns_; }
+  void run(int num_gpus, uint64_t seed, int num_returns) {
+    const auto group = test::run_deaths(
+        {.num_ranks = kDeathRanks,
+         .num_gpus = num_gpus,
+         .seed = seed,
+         .is_replayed = is_replayed_,
+         .num_returns = num_returns,
+         .transport = transport_}
+    );
+    num_deaths_ += num_returns > 0 ? num_returns : kDeathRanks - 1;
+    num_returns_ += num_returns;
+    num_wrong_ += group.num_wrong;
+    num_hung_ += group.num_hung;
+    ms_.insert(ms_.end(), group.ms.begin(), group.ms.end());
+    return_ms_.insert(return_ms_.end(), group.return_ms.begin(), group.return_ms.end());
+  }
+  void add_to(Json& rows) const {
+    if (num_deaths_ > 0) {
+      rows.push_back(row("death", "deaths", num_deaths_, ms_));
+    }
+    if (num_returns_ > 0) {
+      rows.push_back(row("readmission", "readmissions", num_returns_, return_ms_));
+    }
+  }
+
+ private:
+  [[nodiscard]] Json row(const char* op, const char* what, int count, const std::vector<double>& ms)
+      const {
+    return {
+        {"op", op},
+        {"executor", "cuda"},
+        {"transport", transport_},
+        {"mode", is_replayed_ ? "graph" : "eager"},
+        {"ranks", kDeathRanks},
+        {what, count},
+        {"wrong", num_wrong_},
+        {"hung", num_hung_},
+        {"ms_p50", rounded(program::percentile(ms, 50), 1)},
+        {"ms_p99", rounded(program::percentile(ms, 99), 1)}};
+  }
+
+  bool is_replayed_;
+  const char* transport_;
+  int num_deaths_ = 0;
+  int num_returns_ = 0;
+  int num_wrong_ = 0;
+  int num_hung_ = 0;
+  std::vector<double> ms_;
+  std::vector<double> return_ms_;
+};
+
 }  // namespace
 
-void measure_gpu_deaths(int num_deaths, uint64_t seed, const TellRow& tell) {
+void measure_gpu_deaths(int num_deaths, int num_returns, uint64_t seed, const TellRows& tell) {
   const int num_gpus = count_gpus_apart();
   WEFT_CHECK(Context{}, num_gpus > 0, ErrorCode::kNotAvailable, "survive_bench: no GPU is visible");
-  for (const bool is_replayed : {false, true}) {
-    program::Progress progress(is_replayed ? "deaths in replays" : "deaths");
-    std::vector<double> ms;
-    int num_wrong = 0;
-    int num_hung = 0;
-    for (int done = 0; done < num_deaths;) {
-      progress.update(static_cast<double>(done) / num_deaths);
-      const auto group = test::run_deaths(
-          {.num_ranks = kDeathRanks,
-           .num_gpus = num_gpus,
-           .seed = seed++,
-           .is_replayed = is_replayed}
-      );
-      num_wrong += group.num_wrong;
-      num_hung += group.num_hung;
-      ms.insert(ms.end(), group.ms.begin(), group.ms.end());
-      const bool is_more = std::exchange(done, done + kDeathRanks - 1) > 0;
-      tell(
-          {{"op", "death"},
-           {"executor", "cuda"},
-           {"transport", "peer"},
-           {"mode", is_replayed ? "graph" : "eager"},
-           {"ranks", kDeathRanks},
-           {"deaths", done},
-           {"wrong", num_wrong},
-           {"hung", num_hung},
-           {"ms_p50", rounded(program::percentile(ms, 50), 1)},
-           {"ms_p99", rounded(program::percentile(ms, 99), 1)}},
-          is_more
-      );
+  // Graphs stay right when a new process comes where its memory has the old addresses.
+  std::array<Tally, 2> tallies = {Tally(false, "ipc"), Tally(true, "vmm")};
+  for (Tally& tally : tallies) {
+    const int all = num_deaths + num_returns;
+    program::Progress progress("deaths");
+    while (tally.num_deaths() < all) {
+      progress.update(static_cast<double>(tally.num_deaths()) / all);
+      const int left = num_returns - tally.num_returns();
+      tally.run(num_gpus, seed++, std::min(left, kReturnsOfGroup));
+      Json rows = Json::array();
+      for (const Tally& one : tallies) {
+        one.add_to(rows);
+      }
+      tell(rows);
     }
   }
 }
 
-void measure_gpu_cost(int num_samples, bool is_small, const TellRow& tell) {
+Json measure_gpu_cost(int num_samples, bool is_small) {
   const int64_t hidden = is_small ? 256 : kHidden;
-  tell(measure_case({'A', 4096, Layout::kExpertMajor, 2, false, 1}, hidden, num_samples), false);
-  tell(measure_case({'D', 128, Layout::kExpertMajor, 2, true, 20}, hidden, num_samples), false);
+  return {
+      measure_case({'A', 4096, Layout::kExpertMajor, 2, false, 1}, hidden, num_samples),
+      measure_case({'D', 128, Layout::kExpertMajor, 2, true, 20}, hidden, num_samples)};
 }
 
 }  // namespace weft::bench

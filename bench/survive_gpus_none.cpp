@@ -4,12 +4,15 @@
 
 namespace weft::bench {
 
-void measure_gpu_deaths(int /*num_deaths*/, uint64_t /*seed*/, const TellRow& /*tell*/) {
+void measure_gpu_deaths(
+    int /*num_deaths*/, int /*num_returns*/, uint64_t /*seed*/, const TellRows& /*tell*/
+) {
   WEFT_RAISE(Context{}, ErrorCode::kUnsupported, "survive_bench: --gpus in a build without CUDA");
 }
 
-void measure_gpu_cost(int /*num_samples*/, bool /*is_small*/, const TellRow& /*tell*/) {
-  measure_gpu_deaths(0, 0, {});
+nlohmann::ordered_json measure_gpu_cost(int /*num_samples*/, bool /*is_small*/) {
+  measure_gpu_deaths(0, 0, 0, {});
+  return {};
 }
 
 }  // namespace weft::bench

@@ -134,7 +134,9 @@ def kind_of(row, run):
         replayed = ", replayed graphs" if row.get("mode") == "graph" else ""
         return f"From a death to the end of the call on all others ({row['executor']}, {row['transport']}{replayed})", DEATH, row
     if row["op"] == "readmission":
-        return f"From a new process's call of rejoin to the end of the first call with it on all ranks ({row['executor']}, {row['transport']})", RETURN, row
+        replayed = ", replayed graphs" if row.get("mode") == "graph" else ""
+        heading = "From a new process's call of rejoin to the end of the first call with it on all ranks"
+        return f"{heading} ({row['executor']}, {row['transport']}{replayed})", RETURN, row
     if row["op"] == "shrink_cost":
         ranks = f"{row['ranks']} rank{'s' if row['ranks'] > 1 else ''} ({row['executor']}, {row['transport']})"
         return f"Plan, dispatch and combine while nobody dies, {ranks}, {shape(row)}", COST, row
