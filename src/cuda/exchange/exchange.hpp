@@ -174,7 +174,7 @@ class CudaExchange final : public Executor {
   // The next call has the number after this one.
   void go_on_without(uint32_t lost, uint64_t last_call);
   void set_local(LocalState* to, const LocalState& now) const;
-  // --- ranks that come back ---
+  // --- ranks that come back (readmission.cpp) ---
   // The rest of the constructor, for a rank of Group::rejoin().
   void rejoin(const Group& group, const Invitation& invitation);
   // Both make the same calls on the group. See LossWatch::Connect.

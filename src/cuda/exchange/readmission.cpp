@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+// CudaExchange takes new processes into the places of ranks that are lost, and is one of them.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "core/clock.hpp"
+#include "cuda/exchange/exchange.hpp"
+#include "group/agree.hpp"
+#include "group/control_plane.hpp"
+
+namespace weft {
+
+std::string CudaExchange::invitation() const {
+  return losses_ ? losses_->invitation() : Executor::invitation();
+}
+
+namespace {
+
+constexpr uint64_t kUnknownCalls = ~uint64_t{0};
+
+// What members tell each other before they meet. A newcomer has made no call, and learns the rest.
+struct Facts {
+  uint64_t last_call = kUnknownCalls;
+  uint64_t stamp = 0;
+  int64_t can_fuse = 0;
+  std::array<int64_t, 4> config = {};
+};
+
+// Those of the ranks that were there before.
+Facts gather_facts(const Group& group, const Meeting& who, const Facts& own) {
+  const std::vector<Facts> all = gather_values(group, own);
+  Facts known = own;
+  for (const int rank : who.ranks) {
+    const Facts& theirs = all[static_cast<size_t>(rank)];
+    known = known.last_call == kUnknownCalls ? theirs : known;
+  }
+  const Context context = context_of(group, "peer");
+  WEFT_CHECK(
+      context,
+      known.last_call != kUnknownCalls,
+      ErrorCode::kPeerFailed,
+      "rejoin: nobody is left of those who know of the calls before"
+  );
+  WEFT_CHECK_ARG(
+      context,
+      known.config == own.config,
+      "rejoin: hidden, max_tokens, num_experts, max_topk = {} (those of the others: {})",
+      fmt::join(own.config, ", "),
+      fmt::join(known.config, ", ")
+  );
+  return known;
+}
+
+std::array<int64_t, 4> sizes_of(const ExchangeConfig& config) {
+  return {config.hidden, config.max_tokens, config.num_experts, config.max_topk};
+}
+
+uint32_t all_but(const Meeting& who, int num_ranks) {
+  uint32_t lost = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    lost |= who.has(rank) ? 0U : 1U << static_cast<uint32_t>(rank);
+  }
+  return lost;
+}
+
+}  // namespace
+
+// Whoever is lost meanwhile has left nothing here: everything is made again.
+void CudaExchange::meet_as_newcomer(const Group& group, const Meeting& who) {
+  own_.reset();
+  plans_.reset();
+  buffers_.reset();
+  staging_ = {};
+  memory_.reset();
+  const Facts facts = gather_facts(group, who, {.config = sizes_of(settings_)});
+  const int gpu = settings_.device.index;
+  can_fuse_ = facts.can_fuse != 0;
+  WEFT_CHECK_ARG(
+      context_,
+      !can_fuse_ || can_fuse(shared_bytes()),
+      "rejoin: the other GPUs have more shared memory than GPU {}",
+      gpu
+  );
+  memory_ =
+      std::make_shared<PeerMemory>(group, gpu, control_map_.num_bytes(), std::string_view(), who);
+  refusals_ = std::make_unique<RefusalBoard>(group);
+  agree(group, [&] {
+    set_up(facts.stamp);
+    find_control();
+    go_on_without(all_but(who, context_.num_ranks), facts.last_call);
+  });
+}
+
+void CudaExchange::meet_newcomers(const Group& group, const Meeting& who) {
+  const Facts own = {
+      .last_call = own_calls().last,
+      .stamp = view_.stamp,
+      .can_fuse = can_fuse_ ? 1 : 0,
+      .config = sizes_of(settings_)};
+  const Facts facts = gather_facts(group, who, own);
+  memory_->meet(group, who);
+  refusals_ = std::make_unique<RefusalBoard>(group);
+  agree(group, [&] {
+    if (find_control()) {
+      retire_graphs();
+    }
+    go_on_without(all_but(who, context_.num_ranks), facts.last_call);
+  });
+}
+
+// A rank that is lost and was never met has memory of nobody's here, where kernels may store.
+bool CudaExchange::find_control() {
+  bool has_moved = false;
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
+    std::byte* control = memory_->control_of(rank);
+    if (control == nullptr) {
+      if (nobodys_.get() == nullptr) {
+        nobodys_.create(control_map_.num_bytes(), context_);
+      }
+      control = nobodys_.get();
+    }
+    has_moved = has_moved || control != view_.control[rank];
+    view_.control[rank] = control;
+  }
+  return has_moved;
+}
+
+// What was captured so far keeps its LocalState, by which all ranks are lost to it.
+void CudaExchange::retire_graphs() {
+  CudaBuffer<LocalState> fresh;
+  fresh.create(1, context_);
+  const size_t at = offsetof(LocalState, wait_ns);
+  WEFT_CUDA(
+      context_,
+      cudaMemcpyAsync(
+          reinterpret_cast<std::byte*>(fresh.get()) + at,
+          reinterpret_cast<const std::byte*>(own_->local.get()) + at,
+          sizeof(LocalState) - at,
+          cudaMemcpyDeviceToDevice,
+          own_->stream.get()
+      )
+  );
+  own_->retired.push_back(std::exchange(own_->local, std::move(fresh)));
+  view_.local = own_->local.get();
+  // As of a rank that has broken off calls ago, which says and stores nothing any more.
+  constexpr uint32_t kLongAgo = 16;
+  LocalState none;
+  none.stopped = StopState::kBroken;
+  none.broken_epoch = none.epoch - kLongAgo;
+  none.lost = ~uint32_t{0};
+  set_local(own_->retired.back().get(), none);
+}
+
+void CudaExchange::rejoin(const Group& group, const Invitation& invitation) {
+  WEFT_CHECK_ARG(
+      context_,
+      settings_.on_peer_loss == PeerLoss::kShrink,
+      "rejoin: on_peer_loss = fail (expected shrink, as on the others)"
+  );
+  WEFT_CHECK_ARG(
+      context_,
+      std::string_view(invitation.transport.data()) == "peer",
+      "rejoin: the others' exchange is by transport {}, and not on GPUs",
+      invitation.transport.data()
+  );
+  WEFT_CUDA(context_, cudaFree(nullptr));  // what CUDA does at first nobody else has to wait for
+  losses_ =
+      std::make_unique<LossWatch>(group, context_, settings_.timeout, [this] { stop_for_loss(); });
+  losses_->meet([this](const Group& members, const Meeting& who) { meet_as_newcomer(members, who); }
+  );
+  losses_->resume();
+}
+
+// Like a call: it ends in the same way, and with the same members, on all that are left.
+void CudaExchange::readmit(std::span<const int> ranks) {
+  if (!losses_) {
+    Executor::readmit(ranks);
+    return;
+  }
+  check();
+  for (const int rank : ranks) {
+    WEFT_CHECK_ARG(
+        context_,
+        rank >= 0 && rank < context_.num_ranks && (lost_ >> static_cast<uint32_t>(rank) & 1U) != 0,
+        "readmit: rank {} (expected ranks that are lost; {} of {} are left)",
+        rank,
+        losses_->report().alive.size(),
+        context_.num_ranks
+    );
+  }
+  if (ranks.empty()) {
+    return;
+  }
+  const CudaDeviceGuard guard(settings_.device.index);
+  const RelaxedCapture no_capture;
+  WEFT_CHECK(
+      context_,
+      !open_ || open_->is_captured,
+      ErrorCode::kUnsupported,
+      "readmit: a call has been sent and not received"
+  );
+  await_last_call();
+  WEFT_CUDA(context_, cudaDeviceSynchronize());  // replays, too
+  check();
+  await_silence(ranks);
+  void_calls_ = 0;
+  const LossWatch::Calls own = own_calls();
+  std::optional<LossWatch::Calls> agreed;
+  std::vector<int> missing;
+  try {
+    agreed = losses_->assemble("readmit", own);
+  } catch (const Error&) {
+    set_broken();
+    throw;
+  }
+  if (agreed) {  // others are in a call that has lost ranks
+    raise_losses(running_op_, own, *agreed);
+  }
+  try {
+    missing = losses_->readmit(ranks, [this](const Group& members, const Meeting& who) {
+      meet_newcomers(members, who);
+    });
+  } catch (const Error&) {
+    set_broken();
+    throw;
+  }
+  losses_->resume();
+  if (const CallReport now = report(); settings_.on_loss && !now.lost.empty()) {
+    settings_.on_loss(now);
+  }
+  losses_->check_back(ranks, missing);
+}
+
+// Those whose places these are do not store any more, on any GPU.
+void CudaExchange::await_silence(std::span<const int> ranks) const {
+  const Deadline deadline(settings_.timeout);
+  for (const int rank : ranks) {
+    while (!losses_->has_ended(rank) || !memory_->is_unmapped_by(rank)) {
+      WEFT_CHECK(
+          context_,
+          !deadline.has_passed(),
+          ErrorCode::kTimeout,
+          "readmit: the last process in the place of rank {} has not ended within {}, and may "
+          "still "
+          "write to this GPU (end it first)",
+          rank,
+          seconds_text(settings_.timeout)
+      );
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
+
+}  // namespace weft
