@@ -328,7 +328,8 @@ class Balance:
         """The same on all ranks."""
         every = copies.copies_of(placement, self.num_local_experts)
         num_bytes = sum(copies.bytes_of(one).size(1) for one in self._places)
-        return relaying.rounds_of(self._relays, every, self._domain_of, num_bytes)
+        device_type = self.device.type
+        return relaying.rounds_of(self._relays, every, self._domain_of, num_bytes, device_type)
 
     def _push(self, held: Held) -> None:
         """Collective. Its replicas."""

@@ -16,30 +16,38 @@ from weft.copies import Copy, Hop
 
 MODES = ("auto", "never", "always")
 
-# What decides in mode "auto", by the model "h200" of `weft-lab simulate`, on CPUs too.
-CROSSING = 7  # copies in a domain take as long as one between domains: 350 / 50 GB/s
-# What a link of 350 GB/s carries while a plan and a dispatch take 24.2 and 24.5 us beyond their
-# bytes.
-ROUND_BYTES = 17_000_000
+# What decides in mode "auto".
+# Copies in a domain that take as long as one between domains, in the model "h200": 350 / 50 GB/s.
+CROSSING = 7
+# What a link carries in the time of a further round. On GPUs as measured, between 75 and 115 MB,
+# with the host time of a plan and a dispatch (docs/balance.md); on CPUs what the model "h200" of
+# `weft-lab simulate` has: 350 GB/s while both take 24.2 and 24.5 us beyond their bytes.
+ROUND_BYTES = {"cpu": 17_000_000, "cuda": 95_000_000}
 
 Rounds = list[list[Hop]]  # hops of a round travel at the same time, in one exchange
 
 
 def rounds_of(
-    mode: str, copies: Sequence[Copy], domain_of: Sequence[int], num_bytes: int
+    mode: str,
+    copies: Sequence[Copy],
+    domain_of: Sequence[int],
+    num_bytes: int,
+    device_type: str = "cpu",
 ) -> Rounds:
     """The rounds that all ranks make, at least one, which may be empty.
 
     mode: "never", "always", or "auto": passed on if that costs less (`cost`). domain_of: of each
-    rank. num_bytes: of an expert."""
+    rank. num_bytes: of an expert. device_type: of the ranks, "cpu" or "cuda"."""
     direct = straight(copies)
     if mode == "never":
         return direct
     rounds = passed_on(copies, domain_of)
     if mode == "always":
         return rounds
-    is_cheaper = cost(rounds, domain_of, num_bytes) < cost(direct, domain_of, num_bytes)
-    return rounds if is_cheaper else direct
+    of_rounds, of_direct = (
+        cost(way, domain_of, num_bytes, device_type) for way in (rounds, direct)
+    )
+    return rounds if of_rounds < of_direct else direct
 
 
 def straight(copies: Sequence[Copy]) -> Rounds:
@@ -96,7 +104,7 @@ def _hops(
     return hops
 
 
-def cost(rounds: Rounds, domain_of: Sequence[int], num_bytes: int) -> int:
+def cost(rounds: Rounds, domain_of: Sequence[int], num_bytes: int, device_type: str = "cpu") -> int:
     """Bytes that a link inside a domain carries meanwhile: in each round those of the busiest, in
     or out, inside the domain or to others (`CROSSING` times as long), and `ROUND_BYTES` for each
     round after the first."""
@@ -108,4 +116,4 @@ def cost(rounds: Rounds, domain_of: Sequence[int], num_bytes: int) -> int:
             for rank, is_out in ((hop.sender, True), (hop.copy.at, False)):
                 loads[rank, is_out, is_far] += CROSSING if is_far else 1
         busiest += max(loads.values(), default=0)
-    return num_bytes * busiest + ROUND_BYTES * (len(rounds) - 1)
+    return num_bytes * busiest + ROUND_BYTES[device_type] * (len(rounds) - 1)

@@ -125,15 +125,16 @@ def test_a_master_alone_sends_no_more_than_there_are_rounds(num_ranks):
         sent = sum(hop.sender == rank for hops in rounds for hop in hops)
         assert sent <= len(rounds)
     assert relays.cost(rounds, [0] * num_ranks, 1) == len(rounds) + (
-        relays.ROUND_BYTES * (len(rounds) - 1)
+        relays.ROUND_BYTES["cpu"] * (len(rounds) - 1)
     )
     direct = relays.straight(every)
     assert relays.cost(direct, [0] * num_ranks, 1) == num_ranks - 1
 
 
-def num_rounds(mode, num_ranks, num_domains, num_bytes):
+def num_rounds(mode, num_ranks, num_domains, num_bytes, device_type="cpu"):
     domain_of = domains_of(num_ranks, num_domains)
-    return len(relays.rounds_of(mode, everywhere(num_ranks), domain_of, num_bytes))
+    every = everywhere(num_ranks)
+    return len(relays.rounds_of(mode, every, domain_of, num_bytes, device_type))
 
 
 def test_few_replicas_go_straight():
@@ -143,6 +144,8 @@ def test_few_replicas_go_straight():
     assert num_rounds("auto", 4, 1, 100 * MB) == 2
     assert num_rounds("auto", 4, 2, 16 * MB) == 2  # one crosses
     assert num_rounds("auto", 2, 2, 16 * MB) == 1
+    assert num_rounds("auto", 8, 1, 16 * MB, "cuda") == 1  # where a round takes longer
+    assert num_rounds("auto", 8, 1, 64 * MB, "cuda") == 3
     assert num_rounds("never", 8, 2, 100 * MB) == 1
     assert num_rounds("always", 8, 1, 1) == 3
     assert relays.rounds_of("always", [], [0], 1) == relays.rounds_of("auto", [], [0], 1) == [[]]
