@@ -64,6 +64,15 @@ __device__ __forceinline__ void tell_counts(const DispatchLaunch& call) {
   }
 }
 
+// The same of a dispatch that is given up: there are none.
+__device__ __forceinline__ void tell_no_counts(const DispatchLaunch& call) {
+  const int num_experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
+  for (int expert = lane_index(); call.out_counts != nullptr && expert < num_experts;
+       expert += kWarpLanes) {
+    call.out_counts[expert] = 0;
+  }
+}
+
 class DispatchExtras {
  public:
   // So many lanes, a power of two, have an item. They are a whole warp, but where an arrival has

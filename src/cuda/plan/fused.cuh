@@ -231,7 +231,7 @@ __device__ inline bool await_slots(const PlanLaunch& call, uint32_t epoch) {
 }
 
 // All threads of the first call.num_blocks blocks, after send_routing(). It stops where the call is
-// given up. after_shape(): what the first block does when it has written the shape.
+// given up. after_shape(): what the first block does when it has written the shape, or cleared it.
 template <class AfterShape>
 __device__ __forceinline__ void make_routed_plan(
     const PlanLaunch& call, uint32_t epoch, const PlanShared& shared, const AfterShape& after_shape
@@ -243,9 +243,10 @@ __device__ __forceinline__ void make_routed_plan(
   for (int job = static_cast<int>(blockIdx.x); job < num_jobs && is_made; job += call.num_blocks) {
     if (job == 0) {
       is_made = plan_shape(call, shared, place);
-      if (is_made) {
-        after_shape();
+      if (!is_made) {
+        __syncthreads();  // it is cleared
       }
+      after_shape();
     } else {
       const auto number = static_cast<uint32_t>(job - 1);
       const uint32_t part = call.plan.map.by_ranks.divide(number);
