@@ -108,8 +108,12 @@ struct CallReport {
   // plan was given a replica elsewhere (Balancing::placement).
   std::vector<int> lost_experts = {};
   // GPUs: when ranks were lost, so many of this rank's last calls had to be made again, those of
-  // replayed graphs included, to be where the others are.
+  // replayed graphs included, to be where the others are. A plan is one call, as are a dispatch, a
+  // combine, and a plan and the dispatch by it in one launch.
   int64_t void_calls = 0;
+  // GPUs: so many calls more, counted likewise, the furthest of the ranks had ended by then. Who
+  // makes no call again leaves out as many instead, to be where the others are.
+  int64_t calls_behind = 0;
 };
 
 // Rows in memory that peers can write: dispatch into it needs no staging copy. Returns to the

@@ -9,7 +9,12 @@ namespace {
 
 nb::tuple tuple_of(const CallReport& report) {
   return nb::make_tuple(
-      report.epoch, report.alive, report.lost, report.lost_experts, report.void_calls
+      report.epoch,
+      report.alive,
+      report.lost,
+      report.lost_experts,
+      report.void_calls,
+      report.calls_behind
   );
 }
 

@@ -29,6 +29,9 @@ class CallReport(NamedTuple):
     lost_experts: list[int]
     # GPUs: so many of this rank's last calls, replays of graphs included, have to be made again.
     void_calls: int = 0
+    # GPUs: so many calls more the furthest of the ranks had ended by then. Who makes none again
+    # leaves out as many instead.
+    calls_behind: int = 0
 
 
 OnLoss = Callable[[CallReport], None]

@@ -45,8 +45,8 @@ class Watched {
 
   // Rank r has ended call 10 + r, and its calls from 8 + r on are void.
   [[nodiscard]] std::optional<LossWatch::Calls> settle(ErrorCode cause = ErrorCode::kPeerFailed) {
-    const auto rank = static_cast<uint64_t>(context_.rank);
-    const auto agreed = watch_->settle("plan", cause, {.last = 10 + rank, .first_void = 8 + rank});
+    const auto agreed =
+        watch_->settle("plan", cause, calls_of(static_cast<uint64_t>(context_.rank)));
     watch_->resume();
     return watch_->has_news() ? std::nullopt : agreed;
   }
@@ -58,7 +58,11 @@ class Watched {
     const auto first = static_cast<uint64_t>(alive.front());
     const auto last = static_cast<uint64_t>(alive.back());
     const CallReport report = watch_->report();
+    const auto rank = static_cast<uint64_t>(context_.rank);
+    const LossWatch::Calls own = calls_of(rank);
     const bool is_good = agreed && agreed->last == 10 + last && agreed->first_void == 8 + first &&
+                         own.void_calls(*agreed) == static_cast<int64_t>(3 + rank - first) &&
+                         own.behind(*agreed) == static_cast<int64_t>(last - rank) &&
                          report.alive == alive && watch_->lost() == lost;
     return is_good ? std::string()
                    : fmt::format(
@@ -71,6 +75,10 @@ class Watched {
   }
 
  private:
+  [[nodiscard]] static LossWatch::Calls calls_of(uint64_t rank) {
+    return {.last = 10 + rank, .first_void = 8 + rank};
+  }
+
   Context context_;
   std::atomic<int> num_stops_ = 0;
   std::unique_ptr<LossWatch> watch_;

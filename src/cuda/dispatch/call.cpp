@@ -69,11 +69,15 @@ DispatchLaunch CudaExchange::prepare_dispatch(
   return launch;
 }
 
-void CudaExchange::dispatch(
-    const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+void CudaExchange::dispatch_by_plan(
+    const Plan& plan,
+    const DispatchInput& in,
+    const DispatchOutput& out,
+    const CallOptions& call,
+    bool is_second
 ) {
   const PlanData& shape = header_of(plan);
-  run_call(Op::kDispatch, call, [&](cudaStream_t stream) {
+  const auto queue = [&](cudaStream_t stream) {
     DispatchLaunch launch = prepare_dispatch(shape, in, out);
     const bool is_copied = goes_by_copies(launch.copied.rows, call, stream);
     launch.signature = signature_of(
@@ -87,7 +91,8 @@ void CudaExchange::dispatch(
     set_launched(stream);
     ++counters_.num_dispatches;
     counters_.num_copied += is_copied ? 1 : 0;
-  });
+  };
+  run_call(Op::kDispatch, call, queue, is_second);
 }
 
 void CudaExchange::dispatch_by_stores(
@@ -164,7 +169,7 @@ Plan CudaExchange::dispatch_routed(
       writes_alone(routing, options, in.x, call) && payload.staged_scale_bytes() <= kScaleRoom;
   if (!is_eager) {
     Plan plan = make_plan_of(Op::kPlanAndDispatch, routing, options, call);
-    dispatch(plan, in, out, call);
+    dispatch_by_plan(plan, in, out, call, /*is_second=*/true);
     return plan;
   }
   return run_call(Op::kPlanAndDispatch, call, [&](cudaStream_t stream) {

@@ -52,7 +52,9 @@ class CudaExchange final : public Executor {
   }
   void dispatch(
       const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
-  ) override;
+  ) override {
+    dispatch_by_plan(plan, in, out, call);
+  }
   Plan dispatch_routed(
       const Routing& routing,
       const PlanOptions& options,
@@ -139,9 +141,10 @@ class CudaExchange final : public Executor {
   [[nodiscard]] bool can_fuse(uint64_t shared_bytes) const;
   // One call, or the first of two (kPlanAndDispatch): faults of earlier ones are thrown,
   // `launch(stream)` queues it; a refusal of its arguments is told to the peers. Without a stream
-  // of the caller's it is waited for.
+  // of the caller's it is waited for. `is_second` of those two: a rank that is lost is heard of
+  // before the first is queued, or after both are.
   template <class Launch>
-  auto run_call(Op op, const CallOptions& call, const Launch& launch);
+  auto run_call(Op op, const CallOptions& call, const Launch& launch, bool is_second = false);
 
   // The stream of a call; the exchange's own if the caller has none.
   [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const {
@@ -252,6 +255,14 @@ class CudaExchange final : public Executor {
   const PeerRegion& staging_of(uint64_t bytes, cudaStream_t stream);
   // Fills in what every dispatch and combine by `plan` has.
   void prepare_rows(RowsLaunch& launch, const PlanData& plan, const PayloadFormat& payload) const;
+  // `is_second`: in dispatch_routed().
+  void dispatch_by_plan(
+      const Plan& plan,
+      const DispatchInput& in,
+      const DispatchOutput& out,
+      const CallOptions& call,
+      bool is_second = false
+  );
   // What every dispatch by `plan` begins with; where rows are to be written is left open.
   [[nodiscard]] DispatchLaunch prepare_dispatch(
       const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
@@ -334,6 +345,7 @@ class CudaExchange final : public Executor {
   uint32_t num_changes_ = 0;           // LocalState::members
   CudaBuffer<std::byte> nobodys_;      // in place of control regions of ranks that were never met
   int64_t void_calls_ = 0;             // CallReport's
+  int64_t calls_behind_ = 0;           // likewise
   std::unique_ptr<LossWatch> losses_;  // null: PeerLoss::kFail
 };
 
@@ -346,7 +358,7 @@ T CudaExchange::read_gpu(const void* from, cudaStream_t stream) const {
 }
 
 template <class Launch>
-auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch) {
+auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch, bool is_second) {
   const CudaDeviceGuard guard(settings_.device.index);
   const cudaStream_t stream = stream_of(call);
   running_op_ = op;
@@ -354,10 +366,17 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
   const auto launched = [&] {
     try {
       receive_open(stream);
-      if (losses_ && losses_->has_left()) {
-        look_for_losses(op, ErrorCode::kPeerFailed);
+      if (losses_ && !is_second) {
+        if (losses_->has_news()) {
+          record_end(stream);  // replays that are queued there are calls before this one
+        }
+        if (losses_->has_left()) {
+          look_for_losses(op, ErrorCode::kPeerFailed);
+        }
       }
-      check();  // the call counts on every rank, whichever of them hears of a fault first
+      if (!losses_ || !is_second || broken_) {
+        check();  // the call counts on every rank, whichever of them hears of a fault first
+      }
       return launch(stream);
     } catch (const Error& error) {
       const bool counts = error.code() != ErrorCode::kRanksLost;

@@ -54,6 +54,14 @@ class LossWatch {
   struct Calls {
     uint64_t last = 0;        // that has ended, well or not
     uint64_t first_void = 0;  // that has to be made again, the one after the last if none
+
+    // What CallReport says of a rank with these, once all have agreed.
+    [[nodiscard]] int64_t void_calls(const Calls& agreed) const {
+      return static_cast<int64_t>(last + 1 - agreed.first_void);
+    }
+    [[nodiscard]] int64_t behind(const Calls& agreed) const {
+      return static_cast<int64_t>(agreed.last - last);
+    }
   };
   // Waits until those that are left are agreed on. -> the latest last and the earliest first_void
   // of all; nothing: no rank is lost. Throws PeerError if this rank is, TimeoutError if others have

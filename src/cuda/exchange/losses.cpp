@@ -102,7 +102,8 @@ void CudaExchange::look_for_losses(Op op, ErrorCode cause) {
 void CudaExchange::raise_losses(
     Op op, const LossWatch::Calls& own, const LossWatch::Calls& agreed
 ) {
-  void_calls_ = static_cast<int64_t>(own.last + 1 - agreed.first_void);
+  void_calls_ = own.void_calls(agreed);
+  calls_behind_ = own.behind(agreed);
   go_on_without(losses_->lost(), agreed.last);
   losses_->resume();
   const CallReport now = report();
@@ -136,6 +137,7 @@ CallReport CudaExchange::report() const {
   }
   CallReport report = losses_->report();
   report.void_calls = void_calls_;
+  report.calls_behind = calls_behind_;
   const int per_rank = settings_.num_experts / context_.num_ranks;
   for (int expert = 0; expert < settings_.num_experts; ++expert) {
     if ((lost_ >> static_cast<uint32_t>(expert / per_rank) & 1U) != 0) {

@@ -209,7 +209,7 @@ void CudaExchange::readmit(std::span<const int> ranks) {
   WEFT_CUDA(context_, cudaDeviceSynchronize());  // replays, too
   check();
   await_silence(ranks);
-  void_calls_ = 0;
+  void_calls_ = calls_behind_ = 0;
   const LossWatch::Calls own = own_calls();
   std::optional<LossWatch::Calls> agreed;
   std::vector<int> missing;
