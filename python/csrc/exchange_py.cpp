@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "call/payload.hpp"
 #include "checks_py.hpp"
 #include "options_py.hpp"
 #include "survival_py.hpp"
@@ -168,6 +169,29 @@ nb::tuple plan_and_dispatch(
 }
 
 namespace {
+
+// How many calls of all ranks plan_and_dispatch() of the same arguments makes in one, and what it
+// returns beside the plan, of whatever contents.
+nb::tuple skipped_dispatch(
+    Calls& calls,
+    const nb::tuple& routing,
+    const nb::tuple& sent,
+    bool has_experts,
+    const Options& options,
+    int64_t given_rows
+) {
+  const RoutingGiven routes(routing);
+  const SentGiven given(sent, has_experts);
+  std::optional<Written> written =
+      written_ahead(calls, routes, given, options, nb::none(), given_rows);
+  const DispatchInput input = given.input(options);
+  const PayloadFormat payload =
+      payload_of(input, written->output, calls.exchange().config().max_topk);
+  const bool is_one =
+      payload.staged_scale_bytes() <= kScaleRoom &&
+      calls.exchange().writes_alone(routes.routing(options), options, input.x, options);
+  return nb::make_tuple(is_one ? 1 : 2, written->take(given_rows));
+}
 
 // low_latency_dispatch (weft/compat) where all is as it mostly is: what check_block_dispatch asks,
 // and plan_and_dispatch. None, and nothing has begun, if the exchange has not these sizes, or if
@@ -376,6 +400,17 @@ void bind_exchange(nb::module_& m) {
           arg("pool_of").none(),
           arg("given_rows").none(),
           arg("is_one_call")
+      )
+      .def(
+          "skipped_dispatch",
+          &skipped_dispatch,
+          arg("routing"),
+          arg("sent"),
+          arg("has_experts"),
+          arg("options"),
+          arg("given_rows"),
+          "Local: how many calls plan_and_dispatch of the same arguments makes in one, and what it "
+          "returns at last, of whatever contents."
       )
       .def(
           "dispatch_blocks",

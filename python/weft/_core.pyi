@@ -313,6 +313,11 @@ class Exchange:
 
     def plan_and_dispatch(self, routing: tuple[Tensor | None, ...], sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool_of: Callable[[Exchange], tuple[int, int] | None] | None, given_rows: int | None, is_one_call: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None]: ...
 
+    def skipped_dispatch(self, routing: tuple[Tensor | None, ...], sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, given_rows: int) -> tuple[int, tuple[Tensor | None, ...]]:
+        """
+        Local: how many calls plan_and_dispatch of the same arguments makes in one, and what it returns at last, of whatever contents.
+        """
+
     def dispatch_blocks(self, tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...], stream: int, pool_of: Callable[[Exchange], tuple[int, int] | None] | None, is_one_call: bool, receives_later: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...]] | None:
         """
         check_block_dispatch of the same arguments, and plan_and_dispatch by it; None if the exchange has other sizes, or the statistics of counts have gaps.

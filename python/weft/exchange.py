@@ -15,7 +15,15 @@ from weft.errors import InvalidArgument
 from weft.exchange_begin import ExchangeBegin, filled
 from weft.exchange_state import OnLoss
 from weft.group import Group
-from weft.outputs import Beside, Combined, Dispatched, OutputPool, Plan, RowMarks
+from weft.outputs import (
+    Beside,
+    Combined,
+    Dispatched,
+    OutputPool,
+    Plan,
+    RowMarks,
+    SkippedPlan,
+)
 from weft.placement import Balancing, Placement
 from weft.tally import tally_of
 
@@ -227,6 +235,7 @@ class Exchange(ExchangeBegin):
         num_sms: int = 0,
         copy_engines: bool | None = None,
         receives_later: bool = False,
+        is_skipped: bool = False,
         **choices: Any,
     ) -> tuple:
         """Collective. `plan` with topk_idx, plan_weights, routing_map, map_indices and `choices`
@@ -255,6 +264,10 @@ class Exchange(ExchangeBegin):
 
         receives_later: there such a call only sends, without a wait for any rank, and `receive` has
         the rest; elsewhere all is done at once. Each rank may choose for itself.
+
+        is_skipped, where the number of rows is given: local, nothing is sent. What is returned is
+        of the same sizes, with zeros for counts and whatever else for contents, and the plan a
+        `SkippedPlan`. For ranks that are to be where the others are (`CallReport.calls_behind`).
         """
         routing = (topk_idx, routing_map, plan_weights, map_indices)
         sent = (x, weights, scales, *(beside or _NOTHING_BESIDE), global_scale)
@@ -265,7 +278,7 @@ class Exchange(ExchangeBegin):
         def options() -> _core.Options:
             return filled(_core.Options(), choices)
 
-        runs = (num_sms, copy_engines, receives_later)
+        runs = (num_sms, copy_engines, receives_later, is_skipped)
         plan, out = self._plan_and_dispatch(routing, sent, experts, options, given_rows, runs)
         result = plan, Dispatched(*out[:3])
         return (*result, out[3]) if experts else (*result, *out[4:]) if blocks else result
@@ -280,14 +293,15 @@ class Exchange(ExchangeBegin):
         count_sums: Tensor | None = None,
         global_scale: Tensor | None = None,
         receives_later: bool = False,
-    ) -> tuple[Plan, tuple[Tensor | None, ...]]:
+        is_skipped: bool = False,
+    ) -> tuple[Plan | SkippedPlan, tuple[Tensor | None, ...]]:
         """Collective. `plan_and_dispatch` with blocks, by options that the core has put together
         (`_core.check_block_dispatch`); count_sums: see `Beside`. Returns the plan; and rows,
         weights, scales, None, sources and counts."""
         routing = (topk_idx, None, None, None)
         sent = (x, weights, None, None, None, count_sums, global_scale)
         given_rows = options.expert_stride * self.num_local_experts
-        runs = (0, None, receives_later)
+        runs = (0, None, receives_later, is_skipped)
         return self._plan_and_dispatch(routing, sent, False, lambda: options, given_rows, runs)
 
     def dispatch_blocks_at_once(
@@ -433,11 +447,11 @@ class Exchange(ExchangeBegin):
         experts: bool,
         make_options: Callable[[], _core.Options],
         given_rows: int | None,
-        runs: tuple[int, bool | None, bool],
-    ) -> tuple[Plan, tuple[Tensor | None, ...]]:
+        runs: tuple[int, bool | None, bool, bool],
+    ) -> tuple[Plan | SkippedPlan, tuple[Tensor | None, ...]]:
         """The plan; and rows, weights, scales, experts, sources, counts. make_options: those that
-        say what is sent; runs: num_sms, copy_engines, receives_later."""
-        num_sms, copy_engines, receives_later = runs
+        say what is sent; runs: num_sms, copy_engines, receives_later, is_skipped."""
+        num_sms, copy_engines, receives_later, is_skipped = runs
         is_one_call = self._on_gpu and given_rows is not None
         is_later = is_one_call and receives_later
 
@@ -451,6 +465,13 @@ class Exchange(ExchangeBegin):
             how = (options(core), pool_of, given_rows, is_one_call)
             return core.plan_and_dispatch(routing, sent, experts, *how)
 
+        if is_skipped:
+            core = self.core
+            given = (routing, sent, experts, options(core), given_rows)
+            num_calls, out = core.skipped_dispatch(*given)
+            if out[5] is not None:
+                out[5].zero_()
+            return SkippedPlan(self, core, num_calls, sent[0].size(0), given_rows), out
         verb, has_rows = "plan_and_dispatch", given_rows is not None
         core, planned = self._planned(verb, has_rows, call, routing[0], routing[1])
         made, problem, out = planned
@@ -476,7 +497,7 @@ class Exchange(ExchangeBegin):
 
     def is_open(self, plan: Plan) -> bool:
         """Local. Whether a call that made the plan or combined by it is still to be received."""
-        return plan.calls.is_open(plan.core)
+        return plan.core is not None and plan.calls.is_open(plan.core)
 
     def combine(
         self,

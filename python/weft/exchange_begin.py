@@ -106,6 +106,7 @@ class ExchangeBegin(ExchangeState):
         """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
         return (
             self._on_gpu
+            and self._settings["on_peer_loss"] == "fail"  # or there can be no room for them
             and overlap_settings.copies(self.hidden, self.num_ranks)
             and self.num_ranks > 1
             and not self.is_between_gpu_domains

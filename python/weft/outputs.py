@@ -162,6 +162,27 @@ class Combined(NamedTuple):
     weights: Tensor | None
 
 
+class SkippedPlan:
+    """In place of the plan of a call that was left out (`Exchange.plan_and_dispatch` with
+    is_skipped): no row goes anywhere, and no call can be made by it."""
+
+    core = None
+    era = 0  # as a plan's
+
+    def __init__(
+        self, exchange: Exchange, calls: _core.Exchange, num_calls: int, num_tokens: int, rows: int
+    ) -> None:
+        """num_calls: that `CallReport.calls_behind` would count of it."""
+        self.exchange, self.calls, self.num_calls = exchange, calls, num_calls
+        self.num_tokens, self.num_rows = num_tokens, rows
+
+    @property
+    def rows_per_expert(self) -> Tensor:
+        """int64 [El] on the exchange's device: zeros."""
+        exchange = self.exchange
+        return torch.zeros(exchange.num_local_experts, dtype=torch.int64, device=exchange.device)
+
+
 def _of_core(name: str, doc: str) -> property:
     return property(lambda plan: getattr(plan.core, name), doc=doc)
 
@@ -178,6 +199,7 @@ class Plan:
     """
 
     moved: Dispatched | None = None  # until ops.py hands it on
+    era = 0  # of weft/compat/deep_ep/steps.py: how often ranks were lost before
     _there: dict[str, torch.Tensor] | None = None  # the numbers on the device
 
     def __init__(self, exchange: Exchange, core: _core.Plan, calls: _core.Exchange) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft import Exchange, Plan, _core, block_formats
+from weft.outputs import SkippedPlan
 
 
 class Blocks(NamedTuple):
@@ -67,7 +68,8 @@ def dispatch_blocks(
     stats: Tensor | None,
     global_scale: Tensor | None,
     receives_later: bool = False,
-) -> tuple[Plan, Blocks]:
+    is_skipped: bool = False,
+) -> tuple[Plan | SkippedPlan, Blocks]:
     """Collective. `Exchange.dispatch_blocks`; stats int32 [El]: the counts are added to it, and are
     contiguous with receives_later."""
     is_summed = stats is not None and stats.is_contiguous()
@@ -79,6 +81,7 @@ def dispatch_blocks(
         count_sums=stats if is_summed else None,
         global_scale=global_scale,
         receives_later=receives_later,
+        is_skipped=is_skipped,
     )
     blocks = as_blocks(outputs)
     if stats is not None and not is_summed:

@@ -314,8 +314,9 @@ class LowLatencyHandle(PlanHandle):
     @property
     def source_rank(self) -> Tensor:
         """int64 [El, R * num_max]: R behind the last row."""
-        ranks = self._sources[..., 0].long()
-        return torch.where(self.is_row, ranks, self.plan.exchange.num_ranks)
+        none = self.plan.exchange.num_ranks
+        ranks = self._sources[..., 0].long().clamp(0, none)  # of a call that lost ranks: anything
+        return torch.where(self.is_row, ranks, none)
 
     @property
     def src_info(self) -> Tensor:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft import Plan, _core
-from weft.errors import BadCall
+from weft import Exchange, Plan, _core
+from weft.errors import BadCall, RanksLost
 from weft.run.calls import count
 from weft.streams import CommStream, StreamCall
 
@@ -29,6 +29,7 @@ from .masks import RankMask
 from .orders import in_any_order
 from .row_signals import by_block, by_expert
 from .runtime import Call, ExchangePool, NoGradients, Runtime
+from .steps import Steps
 from .utils.event import EventHandle, EventOverlap
 
 # What all ranks call, as for `Exchange.refuse`, until the stride is known.
@@ -36,7 +37,15 @@ _WANTS = {"layout": "expert_strided", "expert_stride": 1}
 
 
 class LowLatencyMode:
-    """The part of `Buffer` whose number of rows is fixed. It needs low_latency_mode=True."""
+    """The part of `Buffer` whose number of rows is fixed. It needs low_latency_mode=True.
+
+    With enable_shrink on GPUs of one host, calls during which a rank is lost return on all others,
+    and some after them: with counts of 0 and sums of 0, or what is left of a call that was cut
+    short. Then, from the same call on all of them, calls are those of the ranks that are left
+    (steps.py), also in graphs that were captured before. A query of the mask hears of losses, too,
+    for which it waits for the other ranks' next calls or queries; between replays of graphs it
+    waits for the current stream.
+    """
 
     rank: int
     group_size: int
@@ -117,8 +126,8 @@ class LowLatencyMode:
             wants["expert_stride"] = block_ranks * num_max
             device = x.device
             key = (hidden, local * self._pool.group.num_ranks, device)
-            exchange = call.plans(key, num_max, topk, **wants)
-            lost = self._pool.lost
+            exchange = call.plans(key, num_max, topk, with_masks=True, **wants)
+            lost, steps = self._pool.lost, Steps.of(exchange)
             is_async = async_finish or return_recv_hook
             # Where more is to be done with what has come than one launch does, it does it at once.
             is_later = return_recv_hook and topk_weights is None and not self._mask.has_any
@@ -126,12 +135,17 @@ class LowLatencyMode:
             with stream.call(device, tensors, async_finish=is_async) as work:
                 self._hooks.receive()
                 routes = self._mask.routes(topk_idx, num_experts, local)
-                counted = None if self._mask.has_any or self.enable_shrink else stats
+                # A CPU's call may lose ranks after it has counted.
+                is_open = self.enable_shrink and not x.is_cuda
+                counted = None if self._mask.has_any or is_open else stats
+                given = (routes, x, topk_weights, counted, global_scale, is_later)
                 with _NOTHING if waits is None else exchange.waits_added(waits):
-                    given = (routes, x, topk_weights, counted, global_scale)
-                    plan, blocks = dispatch_blocks(exchange, options, *given, is_later)
+                    plan, blocks = steps.dispatch(
+                        functools.partial(dispatch_blocks, exchange, options, *given)
+                    )
                 handle = self._HANDLE(plan, blocks.sources, num_max, topk_idx)
-                if self._mask.has_any or self._pool.lost != lost:  # since the plan, perhaps
+                is_open = is_open and self._pool.lost != lost  # since the plan, perhaps
+                if self._mask.has_any or is_open:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
                     blocks.counts.copy_(handle.count)
                 if stats is not None and counted is None:
@@ -165,7 +179,7 @@ class LowLatencyMode:
             runtime = self._runtime()
             pool, stream, work = runtime.exchanges, runtime.stream, None
             exchange = pool.planned
-            if exchange is None or not self._is_plain(async_finish, return_recv_hook):
+            if exchange is None or not self._is_plain(exchange, async_finish, return_recv_hook):
                 return None
             given = (tensors, (num_max, num_experts, self._block_ranks(num_experts)), formats)
             is_async = async_finish or return_recv_hook
@@ -176,6 +190,8 @@ class LowLatencyMode:
                 with stream.call(exchange.device, tensors, async_finish=is_async) as work:
                     found = exchange.dispatch_blocks_at_once(*given, return_recv_hook)
                     work.returns(*(found[1] if is_async and found else ()))
+        except RanksLost:
+            return None
         except BaseException as error:
             if isinstance(error, Exception) and _core.num_told() == told:
                 return None
@@ -186,6 +202,8 @@ class LowLatencyMode:
         pool.last = exchange
         count("low_latency_dispatch")
         plan, (rows, _, scales, _, sources, counts) = found
+        if self.enable_shrink:
+            plan.era = Steps.of(exchange).era
         is_nvfp4 = formats[3]
         handle = self._HANDLE(plan, sources, num_max, tensors[1])
         moved = rows if scales is None else (rows, scales)
@@ -198,10 +216,18 @@ class LowLatencyMode:
         handle.hook = finish[1]
         return moved, counts, handle, *finish
 
-    def _is_plain(self, async_finish: bool, return_recv_hook: bool) -> bool:
-        """Whether a call has nothing to do but what the core does."""
+    def _is_plain(
+        self,
+        exchange: Exchange,
+        async_finish: bool,
+        return_recv_hook: bool,
+        plan: Plan | None = None,
+    ) -> bool:
+        """Whether a call has nothing to do but what the core does. plan: of a combine."""
         mask = self._mask
-        is_of_all = not (mask.has_any or mask.renumbers or self.enable_shrink)
+        is_of_all = not (mask.has_any or mask.renumbers)
+        if self.enable_shrink and is_of_all:
+            is_of_all = self._pool.is_in_step(exchange, plan)
         is_good = self.low_latency_mode and not (async_finish and return_recv_hook)
         return is_of_all and is_good and self._hooks.are_over
 
@@ -270,7 +296,8 @@ class LowLatencyMode:
                 ready, num_sms = by_block(*blocks, most_sms, return_recv_hook, handle)
             waits = self._mask.waits(combine_wait_recv_cost_stats)
             given = (x, topk_idx, topk_weights, out, waits)
-            _core.check_block_combine(given, plan.core, handle.stride, handle.hidden)
+            if plan.core is not None:
+                _core.check_block_combine(given, plan.core, handle.stride, handle.hidden)
             rows = handle.rows_to_combine(use_logfmt) if zero_copy else x
             if use_logfmt:
                 check_wire(handle.hidden)
@@ -289,19 +316,28 @@ class LowLatencyMode:
                 if plan.exchange.is_between_gpu_domains:
                     routes, weights = None, topk_weights.masked_fill(routes < 0, 0.0)
                 is_whole = out is not None and out.is_contiguous()
+                into = out if is_whole else None
+                if self.enable_shrink and x.is_cuda:  # what loses a rank leaves it as it was
+                    into = _cleared(into, topk_idx, handle.hidden)
+                bring = functools.partial(
+                    call.exchange.combine,
+                    plan,
+                    rows,
+                    blocks=True,
+                    scale="source",
+                    source_weights=weights,
+                    source_idx=routes,
+                    out=into,
+                    num_sms=num_sms,
+                    receives_later=return_recv_hook,
+                    ready=ready,
+                    wire="logfmt10" if use_logfmt else "none",
+                )
                 with _NOTHING if waits is None else call.exchange.waits_added(waits, plan):
-                    combined, _ = call.exchange.combine(
+                    combined = Steps.of(plan.exchange).combine(
                         plan,
-                        rows,
-                        blocks=True,
-                        scale="source",
-                        source_weights=weights,
-                        source_idx=routes,
-                        out=out if is_whole else None,
-                        num_sms=num_sms,
-                        receives_later=return_recv_hook,
-                        ready=ready,
-                        wire="logfmt10" if use_logfmt else "none",
+                        lambda: bring().x,
+                        lambda: _cleared(into, topk_idx, handle.hidden),
                     )
                 receive = _receive_of(plan, waits, stream) if return_recv_hook else None
                 if out is not None and not is_whole:
@@ -327,8 +363,11 @@ class LowLatencyMode:
             runtime, plan = self._runtime(), handle.plan
             exchange, stream, work = plan.exchange, runtime.stream, None
             is_own = isinstance(handle, LowLatencyHandle) and handle.has_order_of(tensors[1])
-            if not (is_own and self._is_plain(async_finish, return_recv_hook)):
+            if not (is_own and self._is_plain(exchange, async_finish, return_recv_hook, plan)):
                 return None
+            if self.enable_shrink:
+                x, idx, weights, out, waits = tensors
+                tensors = (x, idx, weights, _cleared(out, idx, x.size(-1)), waits)
             if handle.hook is not None and not handle.hook.was_called:
                 return None
             given = (plan, tensors, handle.stride)
@@ -340,6 +379,8 @@ class LowLatencyMode:
                 with stream.call(exchange.device, tensors, async_finish=is_async) as work:
                     combined = exchange.combine_blocks_at_once(*given, return_recv_hook)
                     work.returns(combined)
+        except RanksLost:
+            return None
         except BaseException as error:
             if isinstance(error, Exception) and _core.num_told() == told:
                 return None
@@ -389,29 +430,45 @@ class LowLatencyMode:
             is_rank = 0 <= rank_to_mask <= most
             check(is_rank, f"rank_to_mask = {rank_to_mask} (expected 0 to {most})")
             is_other = rank_to_mask != self.rank
+            self._look()
             if mask and is_other and self._pool.mask([rank_to_mask]):
                 self._mask.lose([rank_to_mask])
             else:
                 self._mask.set(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Local. Fills mask_status int32 [R] with 1 for masked ranks, lost ones included, else
-        0."""
+        """Local. Fills mask_status int32 [R] with 1 for masked ranks, lost ones included, else 0.
+        In a capture: as they are then."""
         with Call("low_latency_query_mask_buffer"):
             self._check_shrink()
             check_tensor("mask_status", mask_status, torch.int32, [self.group_size])
+            self._look()
         mask_status.copy_(self._mask.is_masked[:-1])
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Local. Takes all ranks in again. Raises `weft.Unsupported` if some are lost."""
         with Call("low_latency_clean_mask_buffer"):
             self._check_shrink()
+            self._look()
             self._mask.clear()
 
     def _block_ranks(self, num_experts: int) -> int:
         """The R of blocks for num_experts."""
         del num_experts
         return self.group_size
+
+    def _look(self) -> None:
+        """`_look_at` all that may have lost ranks."""
+        self._look_at(self._pool)
+
+    def _look_at(self, pool: ExchangePool) -> None:
+        """Local, of all ranks that are left, at whatever calls of theirs: hears of ranks that GPUs
+        have lost. A call that was sent is received, so that it counts as made."""
+        for exchange in pool.going_on_gpus():
+            if not self._hooks.are_over:
+                with self._comm_stream().call(exchange.device):
+                    self._hooks.receive()
+            Steps.of(exchange).look(exchange)
 
     def _check_shrink(self) -> None:
         self._comm_stream()  # the buffer is alive
@@ -443,6 +500,14 @@ class LowLatencyMode:
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+def _cleared(out: Tensor | None, topk_idx: Tensor, hidden: int) -> Tensor:
+    """Zeros for the sums of a combine, in `out` if that is given."""
+    if out is not None:
+        return out.zero_()
+    shape = (topk_idx.size(0), hidden)
+    return torch.zeros(shape, dtype=torch.bfloat16, device=topk_idx.device)
 
 
 def _receive_of(plan: Plan, waits: Tensor | None, stream: CommStream) -> Receive | None:

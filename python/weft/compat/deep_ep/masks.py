@@ -16,9 +16,9 @@ from .layout import routes_of
 class RankMask:
     """Ranks that low-latency calls leave out.
 
-    Those that are lost make no calls, and the exchanges do without them. Others still make theirs,
-    and the mask keeps their tokens, counts and sums out. The host knows it, so a CUDA graph keeps
-    the mask of its capture.
+    Those that are lost make no calls, and the exchanges do without them, as do CUDA graphs. Others
+    still make theirs, and the mask keeps their tokens, counts and sums out. The host knows that, so
+    a graph keeps the mask of its capture.
     """
 
     renumbers = False  # whether a call has other numbers for experts than its caller

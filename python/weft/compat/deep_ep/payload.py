@@ -87,11 +87,13 @@ class Payload:
         num_sms: int = 0,
         routing_map: Tensor | None = None,
         map_indices: Tensor | None = None,
+        is_skipped: bool = False,
         **wanted: bool,
     ) -> Received:
         """Collective. Sends the rows, with their factors and the columns of `beside`, by the plan
         of `call` or by routes (or a map, and what it was made of) to plan first. num_sms: of a
-        GPU; CPU tensors need none. wanted: more options of `Exchange.plan_and_dispatch`.
+        GPU; CPU tensors need none. is_skipped, wanted: more options of
+        `Exchange.plan_and_dispatch`.
         """
         rows, *scales = self.tensors
         dtype, plan = rows.dtype, call.plan
@@ -113,6 +115,7 @@ class Payload:
                 routing_map=routing_map,
                 map_indices=map_indices,
                 num_sms=num_sms,
+                is_skipped=is_skipped,
                 **call.options,
                 **wanted,
             )

@@ -24,17 +24,19 @@ from weft import (
     _core,
     ranges,
 )
-from weft.errors import BadCall
+from weft.errors import BadCall, RanksLost
 from weft.run.calls import count
 from weft.streams import CommStream
 
 from .checks import MAX_TOPK, check
 from .layout import Hosts
+from .steps import Steps
 
 TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are used to
 MIN_TOKENS, MIN_TOPK = 4096, 8  # that an exchange starts with room for
 
 Key = tuple[int, int, torch.device]  # of an exchange: hidden size, number of experts, device
+_Kind = tuple[int, int, torch.device, bool]  # the same, and whether it goes on without lost ranks
 
 
 class ExchangePool:
@@ -47,15 +49,17 @@ class ExchangePool:
     def __init__(
         self, group: Group, timeout: float, on_loss: Callable[[Iterable[int]], None] | None = None
     ) -> None:
-        """on_loss: among CPUs of one host the exchanges go on without ranks that are lost, for
-        which this is called at the end of the call, on all that are left."""
+        """on_loss: on one host exchanges go on without ranks that are lost, for which this is
+        called on all that are left: among CPUs at the end of the call that has lost them, among
+        GPUs, for calls `with_masks` only, as `Steps` explains."""
         self.group = group
         self.last: Exchange | None = None  # that a call was made on
         self.planned: Exchange | None = None  # what `get` gave the last `Call` that plans
         self.lost: tuple[int, ...] = ()  # the same on all ranks that are left
+        self.lost_on_gpus: tuple[int, ...] = ()  # of these
         self._on_loss = on_loss
         self._timeout = timeout
-        self._exchanges: dict[Key, Exchange] = {}
+        self._exchanges: dict[_Kind, Exchange] = {}
         self._agreed: set[int] = set()  # most tokens that all ranks were asked about
         self._lock = threading.Lock()  # forward and backward run on different threads
 
@@ -67,6 +71,7 @@ class ExchangePool:
         verb: str,
         options: dict[str, Any],
         most: int | None = None,
+        with_masks: bool = False,
     ) -> Exchange:
         """Collective when it makes one: at the first call for a key, or when one is too small. Any
         rank that refuses the call that it is for, or makes it on the exchange that was used last,
@@ -75,18 +80,22 @@ class ExchangePool:
         most: the caller's num_max_tokens_per_rank. Collective at the first call with it, too, but
         inside of a capture; BadCall on all ranks where they have different ones.
 
+        with_masks: ranks that are lost are no error of the call.
+
         max_tokens and a number for max_topk are the same on all ranks. A function for max_topk
         may return another number on each rank; it is asked at the first call only, and an
         exchange grows by itself later.
         """
-        old = self._exchanges.get(key)  # mostly one that is enough: that needs no lock
+        goes_on = self.can_lose(key[2], with_masks)
+        kind = (*key, goes_on)
+        old = self._exchanges.get(kind)  # mostly one that is enough: that needs no lock
         is_known = most is None or most in self._agreed or self._is_capturing(key)
         if old is not None and old.max_tokens >= max_tokens and is_known:
             if callable(max_topk) or old.max_topk >= max_topk:
                 return old
         hidden, num_experts, device = key
         with self._lock:
-            old = self._exchanges.get(key)
+            old = self._exchanges.get(kind)
             if old is not None and callable(max_topk):
                 max_topk = old.max_topk
             is_enough = old is not None and old.max_tokens >= max_tokens
@@ -94,12 +103,13 @@ class ExchangePool:
             if is_enough and is_known:
                 return old
             if self.last is not None:
-                self.last.announce(verb, hidden, num_experts, **options)
+                with contextlib.suppress(RanksLost):  # it has heard of them
+                    self.last.announce(verb, hidden, num_experts, **options)
             if most is not None:
                 self._agree(most)
             if is_enough:
                 return old
-            if old is not None and self.can_lose(device):
+            if old is not None and goes_on and device.type == "cpu":
                 old.grow(max_tokens, min(max_topk, MAX_TOPK))
                 return old
             if self.lost:
@@ -114,6 +124,7 @@ class ExchangePool:
                     self.group.gather_numbers(self.group.agreed("exchange", max_topk))
                 )
             topk = min(max(max_topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
+            steps = Steps()
             new = Exchange(
                 self.group,
                 hidden=hidden,
@@ -122,9 +133,10 @@ class ExchangePool:
                 max_tokens=max(max_tokens, old.max_tokens if old else 1),
                 max_topk=max(topk, old.max_topk if old else 1),
                 timeout=self._timeout,
-                **self._loss_options(device),
+                **(self._loss_options(device, steps) if goes_on else {}),
             )
-            self._exchanges[key] = new
+            self._exchanges[kind] = new
+            steps.are_of(new)
             return new
 
     @staticmethod
@@ -144,41 +156,65 @@ class ExchangePool:
             )
         self._agreed.add(most)
 
-    def can_lose(self, device: torch.device) -> bool:
-        """Whether exchanges there go on without lost ranks."""
-        return self._on_loss is not None and device.type == "cpu" and len(self.group.domains) == 1
+    def can_lose(self, device: torch.device, with_masks: bool = True) -> bool:
+        """Whether calls there go on without lost ranks."""
+        is_any = self._on_loss is not None and len(self.group.domains) == 1
+        return is_any and (with_masks or device.type == "cpu")
 
-    def _loss_options(self, device: torch.device) -> dict[str, Any]:
-        """Of an exchange there."""
-        if not self.can_lose(device):
-            return {}
+    def is_in_step(self, exchange: Exchange, plan: Plan | None = None) -> bool:
+        """Whether a call on GPUs, by a plan if that is given, goes on without lost ranks and is
+        made as if none were."""
+        steps = Steps.of(exchange)
+        is_it = steps.behind == 0 and exchange in self.going_on_gpus()
+        return is_it and (plan is None or steps.has(plan))
+
+    def going_on_gpus(self) -> list[Exchange]:
+        """Those that go on, none inside of a capture."""
+        found = [exchange for exchange in self._going_on() if exchange.gpu >= 0]
+        return [] if found and torch.cuda.is_current_stream_capturing() else found
+
+    def _going_on(self) -> list[Exchange]:
+        """Without ranks that are lost; in the order of all ranks."""
+        return [exchange for kind, exchange in self._exchanges.items() if kind[3]]
+
+    def _loss_options(self, device: torch.device, steps: Steps) -> dict[str, Any]:
+        """Of an exchange there that goes on."""
+        is_on_gpu = device.type == "cuda"
         kept = weakref.WeakMethod(self._hear)  # memory goes with the pool, which no circle keeps
 
         def hear(report: CallReport) -> None:
+            if is_on_gpu:
+                steps.hear(report)
             here = kept()
             if here is not None:
-                here(report)
+                here(report, is_on_gpu)
 
         return {"on_peer_loss": "shrink", "on_loss": hear}
 
-    def _hear(self, report: CallReport) -> None:
+    def _hear(self, report: CallReport, is_on_gpu: bool) -> None:
         self.lost = tuple(sorted({*self.lost, *report.lost}))
-        self.mask(report.lost)
+        if is_on_gpu:  # each exchange there hears by itself, once its ranks have met
+            self.lost_on_gpus = self.lost
+        else:
+            self.mask(report.lost)
         self._on_loss(report.lost)
 
     @property
     def loses_ranks(self) -> bool:
         """Whether there is an exchange that goes on without ranks that are lost."""
-        return any(self.can_lose(key[2]) for key in self._exchanges)
+        return bool(self._going_on())
 
     def mask(self, ranks: Iterable[int]) -> bool:
         """Local. Exchanges that go on without ranks that are lost do so without these, from their
         next call on. False: there is none of that kind."""
-        given = list(ranks)
-        can_lose = [one for key, one in self._exchanges.items() if self.can_lose(key[2])]
-        for exchange in can_lose:
-            exchange.mask(given)
-        return bool(can_lose)
+        given, going_on = list(ranks), self._going_on()
+        for exchange in going_on:
+            is_given = False
+            while not is_given:
+                with contextlib.suppress(RanksLost):  # others, of whom it has heard now
+                    exchange.mask(given)
+                    is_given = True
+        return bool(going_on)
 
     def refuse(
         self, exchange: Exchange | None, verb: str, reason: str, plan: Plan | None, **options: Any
@@ -245,11 +281,17 @@ class Call:
         return plan
 
     def plans(
-        self, key: Key, max_tokens: int, max_topk: int, most: int | None = None, **options: Any
+        self,
+        key: Key,
+        max_tokens: int,
+        max_topk: int,
+        most: int | None = None,
+        with_masks: bool = False,
+        **options: Any,
     ) -> Exchange:
         """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
         verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
-        self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options, most)
+        self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options, most, with_masks)
         self._pool.planned = self.exchange
         self._verb, self._begun, self.options = verb, _core.num_told(), options
         return self.exchange

@@ -24,9 +24,10 @@ class Fleet:
     or HIGH_THROUGHPUT, whose layout is its own.
 
     Ranks grow and shrink by `update_topology`, up to FleetAlgoKnobTopologyCapacity. With
-    FleetAlgoKnobFaultTolerance others can be masked; on CPUs of one host a rank that is lost is
-    masked on all others by the call that loses it. Elsewhere a call with a rank that does not come
-    raises after timeout_ms, and is made again without it once all others have masked it.
+    FleetAlgoKnobFaultTolerance others can be masked; on one host a rank that is lost is masked on
+    all others, by the call that loses it on CPUs, and as calls and queries hear of it on GPUs.
+    Elsewhere a call with a rank that does not come raises after timeout_ms, and is made again
+    without it once all others have masked it.
     """
 
     handle_class: type  # `FleetHandle` with FlashInfer's `Handle`
@@ -121,7 +122,8 @@ class Fleet:
         return self._epoch
 
     def query_active_mask(self, out: Tensor | None = None) -> Tensor:
-        """Local. int32 [world_size]: 1 for ranks that take part, else 0; in `out` if given."""
+        """Local. int32 [world_size]: 1 for ranks that take part, else 0; in `out` if given. On GPUs
+        it hears of ranks that are lost, as `query_fault` does."""
         self._check_tolerance("query_active_mask")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         active = torch.tensor(self._active(), dtype=torch.int32, device=device)

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from weft import Plan
 from weft.compat.deep_ep.checks import FLOATS, INTEGERS, check, check_tensor
-from weft.compat.deep_ep.payload import Payload, numbers, row_major
+from weft.compat.deep_ep.payload import Payload, Received, numbers, row_major
 from weft.compat.deep_ep.runtime import Call, Runtime, without_gradients
+from weft.compat.deep_ep.steps import Steps
 from weft.compat.nixl_ep import Buffer
+from weft.outputs import SkippedPlan
 
 
 class Sizes(NamedTuple):
@@ -34,7 +36,7 @@ class ReceivedRows(NamedTuple):
     experts: Tensor  # int64 [R * most, K]: this rank's, from 0; -1 for any other, none and no row
     weights: Tensor  # fp32 [R * most, K]: 0 where experts is -1
     counts: Tensor  # rows that carry a token: int32 [R] of each source's block, or int64 [1] of all
-    plan: Plan
+    plan: Plan | SkippedPlan
     runtime: Runtime  # of the ranks that made it
     ranks: tuple[int, ...]  # these
 
@@ -62,7 +64,7 @@ class RowsBuffer(Buffer):
             check(topk_weights is not None, "the handle has no HandleAlgoKnobTopKWeights")
             check_tensor("weights", topk_weights, FLOATS, topk_idx.shape)
             key = (sizes.hidden, self._num_targets(len(ranks), sizes), payload.device)
-            call.plans(key, sizes.most, topk_idx.size(1), **wants)
+            call.plans(key, sizes.most, topk_idx.size(1), with_masks=True, **wants)
             local = sizes.num_experts // self.group_size
             idx = self._mask_of(ranks).routes(topk_idx, sizes.num_experts, local)
             routing = (topk_idx, idx, topk_weights.float())
@@ -88,7 +90,14 @@ class RowsBuffer(Buffer):
             rows = x.flatten(0, -2)
             check_tensor("x", rows, FLOATS, [plan.num_rows, plan.exchange.hidden])
             is_whole = out is not None and out.is_contiguous()
-            combined = call.exchange.combine(plan, rows, out=out if is_whole else None).x
+            into = out if is_whole else None
+            if x.is_cuda and runtime.exchanges.loses_ranks:  # what loses one leaves it as it was
+                into = _cleared(into, plan.num_tokens, rows)
+            combined = Steps.of(plan.exchange).combine(
+                plan,
+                lambda: call.exchange.combine(plan, rows, out=into).x,
+                lambda: _cleared(into, plan.num_tokens, rows),
+            )
         return combined if out is None or is_whole else out.copy_(combined)
 
     def _layout(self, sizes: Sizes) -> dict[str, Any]:
@@ -150,9 +159,16 @@ class RankBlocks(RowsBuffer):
         blocks = places * sizes.num_ranks + self.rank
         targets = torch.where(is_rank & ~is_again, blocks, -1)
         chosen = torch.where(is_rank, topk_ids, -1)
-        out = payload.send(call, targets, beside=(numbers(chosen), weights))
+        beside = (numbers(chosen), weights)
+
+        def send(is_skipped: bool) -> Received:
+            return payload.send(call, targets, beside=beside, is_skipped=is_skipped)
+
+        out = Steps.of(call.exchange).dispatch(send)
         counts = out.plan.rows_per_expert.to(torch.int32)
-        if self._pool.lost != lost:  # since the plan, perhaps: their rows have not come
+        if (
+            self._pool.lost != lost and not payload.tensors[0].is_cuda
+        ):  # since the plan, perhaps: their rows have not come
             counts[[rank for rank in self._lost if rank < sizes.num_ranks]] = 0
         slots = torch.arange(sizes.most, device=payload.device)
         is_row = (slots < counts.unsqueeze(1)).view(-1, 1)
@@ -161,6 +177,11 @@ class RankBlocks(RowsBuffer):
         is_here = is_row & (experts >= 0) & (experts < local)
         experts, weights = torch.where(is_here, experts, -1), weights.masked_fill(~is_here, 0.0)
         return out.plan, out.rows, experts, weights, counts
+
+
+def _cleared(out: Tensor | None, num_tokens: int, rows: Tensor) -> Tensor:
+    """Zeros for the sums of rows, in `out` if that is given."""
+    return rows.new_zeros((num_tokens, rows.size(1))) if out is None else out.zero_()
 
 
 def _payload(x: Any, hidden: int) -> Payload:

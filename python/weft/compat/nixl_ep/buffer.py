@@ -18,7 +18,7 @@ from weft.compat.deep_ep.config import get_low_latency_rdma_size_hint
 from weft.compat.deep_ep.handles import Handle, LowLatencyHandle
 from weft.compat.deep_ep.hooks import Hook, LastHooks
 from weft.compat.deep_ep.runtime import Call, ExchangePool, Runtime
-from weft.errors import PeerError
+from weft.errors import PeerError, RanksLost
 from weft.streams import CommStream
 
 from .store import Meeting
@@ -99,9 +99,10 @@ class Buffer(DeepEPBuffer):
     another mask, makes the others raise `weft.TimeoutError` after 300 s. What they need stays until
     one of them is disconnected.
 
-    In low-latency mode with CPU tensors on one host a call goes on without ranks that die, leave or
-    let the deadline pass: they are lost, which masks them on all others alike when it returns. Who
-    is lost comes back by `connect_ranks`. Elsewhere their end makes the others raise.
+    In low-latency mode on one host calls go on without ranks that die, leave or let the deadline
+    pass: they are lost, which masks them on all others alike: with CPU tensors when the call
+    returns, with CUDA tensors as `weft.compat.deep_ep.low_latency.LowLatencyMode` explains. Who is
+    lost comes back by `connect_ranks`. Elsewhere their end makes the others raise.
     """
 
     _HANDLE = NixlHandle
@@ -230,12 +231,13 @@ class Buffer(DeepEPBuffer):
     def barrier(self) -> None:
         """Collective. Waits for this rank's GPU and for the ranks of a call, on the host. Where
         these meet by a store, those that do not come within timeout_ms are masked."""
-        ranks = self._call_ranks()
+        ranks = tuple(rank for rank in self._call_ranks() if rank not in self._lost)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         absent = self._meeting.absent(ranks, self.timeout_ms / 1000)
         if absent is None:
-            self._runtime().group.all_gather(b"")
+            met = self._meeting.of(ranks) if self._left_out() else self._runtime().group
+            met.all_gather(b"")
         else:
             self._masked.update(absent)
 
@@ -377,6 +379,7 @@ class Buffer(DeepEPBuffer):
             self._check_alive()
             check(self.group_size > 0, "update_memory_buffers comes first")
             check_tensor("mask_status", mask_status, torch.int32, [self.group_size])
+            self._look()
             found = [_NOT_CONNECTED] * self.group_size
             for rank in (self.rank, *(self._remote or ())):
                 found[rank] = int(rank in self._masked)
@@ -426,10 +429,20 @@ class Buffer(DeepEPBuffer):
             raise NotInWeft(f"connect_ranks: {given} in normal mode (expected all of them)")
 
     def _call_ranks(self) -> tuple[int, ...]:
-        """The ranks of a call: those that are connected and not masked."""
+        """The ranks of a call: those that are connected and not masked, and those that its exchange
+        leaves out by itself."""
         self._check_alive()
         check(self._remote is not None, "no ranks are connected (connect_ranks comes first)")
-        return tuple(sorted({self.rank, *self._remote} - self._masked))
+        return tuple(sorted({self.rank, *self._remote} - (self._masked - self._left_out())))
+
+    def _left_out(self) -> set[int]:
+        """Lost ranks that exchanges on GPUs do without. Whom one on CPUs has lost is no rank of a
+        call any more."""
+        if not self._lost:
+            return self._lost
+        runtimes = self._runtimes.items()
+        gone = [ranks[at] for ranks, one in runtimes for at in one.exchanges.lost_on_gpus]
+        return self._lost.intersection(gone)
 
     def _mask_of(self, ranks: tuple[int, ...], without: frozenset[int] = frozenset()) -> CallRanks:
         """Kept, with its tables on GPUs."""
@@ -443,7 +456,8 @@ class Buffer(DeepEPBuffer):
         if self._pinned is not None:
             return self._pinned
         ranks = self._call_ranks()
-        if ranks not in self._runtimes or self._runtimes[ranks].exchanges.lost:
+        old = self._runtimes.get(ranks)
+        if old is None or not self._left_out().issuperset(ranks[at] for at in old.exchanges.lost):
             lose = functools.partial(_lose, ranks, self._masked, self._lost)
             on_loss = lose if self.goes_on else None
             new = Runtime(self._meeting.of(ranks), self.timeout_ms / 1000, on_loss)
@@ -459,6 +473,8 @@ class Buffer(DeepEPBuffer):
         self._pinned = runtime
         try:
             yield
+        except RanksLost:
+            raise
         except PeerError:
             if runtime.exchanges.loses_ranks:
                 others = set(ranks) - {self.rank}
@@ -468,6 +484,12 @@ class Buffer(DeepEPBuffer):
             raise
         finally:
             self._pinned = None
+
+    def _look(self) -> None:
+        """At the exchanges of the last call, if the next is of the same ranks."""
+        runtime = self.runtime
+        if runtime is not None and self._runtimes.get(self._call_ranks()) is runtime:
+            self._look_at(runtime.exchanges)
 
     @property
     def _pool(self) -> ExchangePool | None:
