@@ -6,17 +6,19 @@ which made no calls."""
 import contextlib
 import random
 import threading
+from types import SimpleNamespace
 
 import flashinfer_stub as stub
 import pytest
 import torch
+import torch.distributed as dist
 from buffer_cases import NUM_MAX, low_latency_case
 from nixl_cases import NUM_MAX as NIXL_MAX
 from nixl_cases import connected, make_case, meeting
 from nixl_cases import exchange as nixl_round
 
 from weft import CallReport
-from weft.compat import flashinfer
+from weft.compat import flashinfer, nixl_ep
 from weft.compat.deep_ep.steps import Steps
 from weft.errors import RanksLost
 
@@ -251,6 +253,28 @@ def nixl(rank, num_ranks, group, folder):
 
 def test_calls_of_nixl_ep_are_left_out(ranks, tmp_path):
     ranks(nixl, 2, str(tmp_path))
+
+
+def test_ranks_of_calls_of_nixl_ep_after_a_loss():
+    buffer = nixl_ep.Buffer(rank=0, tcp_store_group=dist.HashStore())
+    buffer.update_memory_buffers(3, 2, 0)
+    buffer._remote = [1, 2]
+    exchanges = SimpleNamespace(lost=(), lost_on_gpus=(), going_on_gpus=list)
+    buffer._runtimes[0, 1, 2] = SimpleNamespace(exchanges=exchanges)
+    exchanges.lost = exchanges.lost_on_gpus = (1,)
+    buffer._masked.add(1)
+    buffer._lost.add(1)
+    assert buffer._call_ranks() == (0, 1, 2)  # whose exchange goes on
+    assert buffer._runtime() is buffer._runtimes[0, 1, 2]
+    status = torch.empty(3, dtype=torch.int32)
+    buffer.query_mask_buffer(status)
+    assert status.tolist() == [0, 1, 0]
+    buffer.update_mask_buffer(2, mask=True)
+    assert buffer._call_ranks() == (0,)  # others meet
+    buffer.clean_mask_buffer()
+    assert buffer._call_ranks() == (0, 1, 2)
+    exchanges.lost_on_gpus = ()  # as on CPUs, where those that are left meet anew
+    assert buffer._call_ranks() == (0, 2)
 
 
 def rank_blocks(rank, num_ranks, group):

@@ -21,9 +21,10 @@ import flashinfer_stub as stub  # noqa: E402
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 HIDDEN, TOKENS, TOPK, LOCAL = 256, 24, 3, 2
-RANKS, VICTIM = 3, 1
+RANKS, VICTIM = 4, 1
 REST = [rank for rank in range(RANKS) if rank != VICTIM]
-DEATH, ROUNDS, LAST = 8, 40, 12  # the round that the victim does not make, all, those that count
+DEATH, ROUNDS, LAST = 8, 50, 12  # the round that the victim does not make, all, those that count
+SECOND, SECOND_DEATH = 3, 22  # a rank that may die, too, and the round that it does not make
 LIMIT = 40.0  # seconds of a test, the start of its processes included
 
 
@@ -81,8 +82,9 @@ class LowLatency(Layer):
         self.buffer.low_latency_query_mask_buffer(status)
         return [rank for rank, one in enumerate(status.tolist()) if one != 0]
 
-    def check_after(self):
+    def check_after(self, lost=(VICTIM,)):
         """What cannot be yet."""
+        assert self.masked() == list(lost)
         with pytest.raises(weft.Unsupported, match="rank 1 is lost and cannot be taken in again"):
             self.buffer.low_latency_clean_mask_buffer()
 
@@ -96,9 +98,9 @@ class Nixl(LowLatency):
         self.buffer.connect_ranks(list(range(RANKS)))
         self.dispatch, self.combine = self.buffer.dispatch, self.buffer.combine
 
-    def check_after(self):
+    def check_after(self, lost=(VICTIM,)):
         self.buffer.clean_mask_buffer()
-        assert self.masked() == [VICTIM]
+        assert self.masked() == list(lost)
         with pytest.raises(weft.InvalidArgument, match="rank_to_mask = 1 is lost"):
             self.buffer.update_mask_buffer(VICTIM)
         self.buffer.barrier()
@@ -140,10 +142,10 @@ class FleetOfExperts(Layer):
     def masked(self):
         return [rank for rank, one in enumerate(self.fleet.query_active_mask().tolist()) if not one]
 
-    def check_after(self):
+    def check_after(self, lost=(VICTIM,)):
         assert self.fleet.query_fault()
         self.fleet.clear_faults()
-        assert not self.fleet.query_fault() and self.masked() == [VICTIM]
+        assert not self.fleet.query_fault() and self.masked() == list(lost)
 
 
 class FleetOfRanks(FleetOfExperts):
@@ -173,33 +175,35 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def eager(rank, _num_ranks, group, door, folder):
+def eager(rank, _num_ranks, group, door, folder, dying):
     """Ranks hear of it at different calls: some by a query, some by a call, some rounds ahead."""
     layer = DOORS[door](rank, group, folder)
     made = []
     for number in range(ROUNDS):
-        if number == DEATH and rank == VICTIM:
+        if rank in dying and number == (DEATH if rank == VICTIM else SECOND_DEATH):
             die()
         made.append(layer.round(has_hook=number % 3 == 2))
         if rank != 0 or number % 4 == 3:
             torch.cuda.synchronize()
         if rank == 2 and number % 2 == 1:
             layer.masked()
-    assert layer.masked() == [VICTIM]
+    assert layer.masked() == list(dying)
     torch.cuda.synchronize()
-    everybody, rest = layer.expected(list(range(RANKS))), layer.expected(REST)
+    everybody = layer.expected(list(range(RANKS)))
+    rest = layer.expected([one for one in range(RANKS) if one not in dying])
     # When the victim was through with the round before its last, so were all with that before.
     assert all(is_right(one, everybody) for one in made[: DEATH - 1])
     assert all(is_right(one, rest) for one in made[-LAST:])
     for counts, out in made[DEATH:]:  # cut short, left out, or of those that are left
         assert out.isfinite().all() and min(counts.tolist()) >= 0
-    layer.check_after()
+    layer.check_after(dying)
     assert is_right(layer.round(), rest)
 
 
+@pytest.mark.parametrize("dying", [(VICTIM,), (VICTIM, SECOND)], ids=["one", "two"])
 @pytest.mark.parametrize("door", range(len(DOORS)), ids=NAMES)
-def test_calls_return_when_a_rank_is_killed(ranks, door, tmp_path):
-    ranks(eager, RANKS, door, str(tmp_path), dying=(VICTIM,), seconds=LIMIT)
+def test_calls_return_when_a_rank_is_killed(ranks, door, dying, tmp_path):
+    ranks(eager, RANKS, door, str(tmp_path), dying, dying=dying, seconds=LIMIT)
 
 
 def replayed(rank, _num_ranks, group, door, folder):

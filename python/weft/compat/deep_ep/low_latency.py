@@ -317,7 +317,7 @@ class LowLatencyMode:
                     routes, weights = None, topk_weights.masked_fill(routes < 0, 0.0)
                 is_whole = out is not None and out.is_contiguous()
                 into = out if is_whole else None
-                if self.enable_shrink and x.is_cuda:  # what loses a rank leaves it as it was
+                if self.enable_shrink and rows.is_cuda:  # what loses a rank leaves it as it was
                     into = _cleared(into, topk_idx, handle.hidden)
                 bring = functools.partial(
                     call.exchange.combine,

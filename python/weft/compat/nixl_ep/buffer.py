@@ -231,12 +231,13 @@ class Buffer(DeepEPBuffer):
     def barrier(self) -> None:
         """Collective. Waits for this rank's GPU and for the ranks of a call, on the host. Where
         these meet by a store, those that do not come within timeout_ms are masked."""
-        ranks = tuple(rank for rank in self._call_ranks() if rank not in self._lost)
+        among = self._call_ranks()
+        ranks = tuple(rank for rank in among if rank not in self._lost)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         absent = self._meeting.absent(ranks, self.timeout_ms / 1000)
         if absent is None:
-            met = self._meeting.of(ranks) if self._left_out() else self._runtime().group
+            met = self._runtime().group if ranks == among else self._meeting.of(ranks)
             met.all_gather(b"")
         else:
             self._masked.update(absent)
@@ -429,20 +430,19 @@ class Buffer(DeepEPBuffer):
             raise NotInWeft(f"connect_ranks: {given} in normal mode (expected all of them)")
 
     def _call_ranks(self) -> tuple[int, ...]:
-        """The ranks of a call: those that are connected and not masked, and those that its exchange
-        leaves out by itself."""
+        """The ranks of a call: those that are connected and not masked, and lost ones that an
+        exchange of these does without on GPUs."""
         self._check_alive()
         check(self._remote is not None, "no ranks are connected (connect_ranks comes first)")
-        return tuple(sorted({self.rank, *self._remote} - (self._masked - self._left_out())))
+        ranks = {self.rank, *self._remote} - self._masked
+        for known, runtime in self._runtimes.items() if self._lost else ():
+            if ranks == set(known) - self._left_out(known, runtime):
+                return known
+        return tuple(sorted(ranks))
 
-    def _left_out(self) -> set[int]:
-        """Lost ranks that exchanges on GPUs do without. Whom one on CPUs has lost is no rank of a
-        call any more."""
-        if not self._lost:
-            return self._lost
-        runtimes = self._runtimes.items()
-        gone = [ranks[at] for ranks, one in runtimes for at in one.exchanges.lost_on_gpus]
-        return self._lost.intersection(gone)
+    def _left_out(self, ranks: tuple[int, ...], runtime: Runtime) -> set[int]:
+        """Those that exchanges on GPUs do without and that have not come back."""
+        return self._lost.intersection(ranks[at] for at in runtime.exchanges.lost_on_gpus)
 
     def _mask_of(self, ranks: tuple[int, ...], without: frozenset[int] = frozenset()) -> CallRanks:
         """Kept, with its tables on GPUs."""
@@ -457,7 +457,7 @@ class Buffer(DeepEPBuffer):
             return self._pinned
         ranks = self._call_ranks()
         old = self._runtimes.get(ranks)
-        if old is None or not self._left_out().issuperset(ranks[at] for at in old.exchanges.lost):
+        if old is None or len(self._left_out(ranks, old)) < len(old.exchanges.lost):
             lose = functools.partial(_lose, ranks, self._masked, self._lost)
             on_loss = lose if self.goes_on else None
             new = Runtime(self._meeting.of(ranks), self.timeout_ms / 1000, on_loss)
