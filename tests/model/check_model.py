@@ -21,6 +21,7 @@ NIGHT = {
     "losses": ["NIGHT"],
     "parking": [],
     "pipeline": ["ITEMS=5"],
+    "readmission": ["N=4", "DEATHS=1"],
     "roll": ["NIGHT"],
 }
 # What a mutation needs besides itself to be found.
@@ -30,6 +31,7 @@ NEEDS = {
     "ONE_SLOT": ["NIGHT", "C=1"],
     "HEEDS_LOST": ["DEATHS=1"],
     "RETURNS_ALONE": ["N=4", "C=1"],
+    "NEWCOMERS_ONCE": ["N=4", "DEATHS=1"],
 }
 # Process types of a model have `provided` clauses, which forbid partial order reduction.
 COMPILE = ["gcc", "-w", "-DNOREDUCE", "-DSAFETY", "-DNOCLAIM", "-DVECTORSZ=4096", "-DMEMLIM=8000", "-o", "pan", "pan.c"]
