@@ -219,7 +219,7 @@ bool Survival::finish_call(std::string_view op) {
     }
     roll_.beat();
     const bool is_late = is_over(wait);
-    if (propose_without_gone()) {
+    if (propose_without_gone(/*is_open=*/false)) {
       continue;
     }
     if (is_late) {
@@ -252,7 +252,7 @@ bool Survival::settle(std::string_view op, ErrorCode cause) {
       return false;
     }
     roll_.beat();
-    if (!propose_without_gone()) {
+    if (!propose_without_gone(/*is_open=*/true)) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
@@ -282,14 +282,14 @@ void Survival::give_up(std::span<const int> ranks) {
   }
 }
 
-bool Survival::propose_without_gone() {
+bool Survival::propose_without_gone(bool is_open) {
   std::vector<int> rest;
   {
     const std::lock_guard lock(mutex_);
     for (const int rank : members_.ranks) {
-      const bool has_arrived = roll_.has_arrived(rank, members_, call_);
+      const bool stays = !is_open && roll_.has_arrived(rank, members_, call_);
       const bool is_gone = std::ranges::binary_search(silent_, rank) || roll_.has_ended(rank);
-      if (rank == context_.rank || has_arrived || !is_gone) {
+      if (rank == context_.rank || stays || !is_gone) {
         rest.push_back(rank);
       }
     }

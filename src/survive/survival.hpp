@@ -89,8 +89,10 @@ class Survival {
   [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> block);
   void join();
   [[nodiscard]] bool adopt(std::string_view op);
-  // Proposes the members without those that are gone; false: there are none.
-  [[nodiscard]] bool propose_without_gone();
+  // Proposes the members without those that are gone; false: there are none. Who has arrived at the
+  // call before it went stays, as others may have returned from it; `is_open`: none can have, since
+  // this rank has not arrived and will not.
+  [[nodiscard]] bool propose_without_gone(bool is_open);
 
   Group group_;
   Context context_;

@@ -312,6 +312,79 @@ TEST(LossWatchTest, WhoWaitsForANewProcessHearsOfALoss) {
   EXPECT_EQ(spare.status(), 0);
 }
 
+// One comes to readmit and dies there, which another hears of in a call.
+TEST(LossWatchTest, WhoHasComeToReadmitAndDiesIsLostToThoseInACall) {
+  const auto statuses = run_forked(4, [](const Group& group) {
+    Watched own(group, 3s);
+    group.barrier();
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    static_cast<void>(own.watch().await_news(kSoon));
+    std::string problem = own.problem(own.settle(), {0, 2, 3}, 0b10);
+    if (group.rank() == 3) {
+      std::thread([] {
+        std::this_thread::sleep_for(100ms);
+        static_cast<void>(::raise(SIGKILL));
+      }).detach();
+    }
+    const auto rank = static_cast<uint64_t>(group.rank());
+    const LossWatch::Calls calls = {.last = 10 + rank, .first_void = 8 + rank};
+    if (group.rank() == 0) {
+      problem += own.watch().await_news(kSoon) ? "" : "heard of no death; ";
+      problem += own.problem(own.settle(), {0, 2}, 0b1010);
+    } else {
+      problem += own.problem(own.watch().assemble("readmit", calls), {0, 2}, 0b1010);
+    }
+    return verdict(group.rank(), problem);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0, kKilled}));
+}
+
+// Rank 0 waits in vain and meets the others, of whom rank 2 has died; rank 3, which was stopped
+// meanwhile, waits on, and the new process comes.
+TEST(LossWatchTest, WhoHasWaitedInVainMeetsWhoComesLater) {
+  const Shared<Letter> letter;
+  const std::vector<int> all = {0, 1, 3};
+  const Spare spare([&] {
+    Watched own(Group::rejoin(1, letter->await()));
+    Met met;
+    own.watch().meet(met.connect());
+    return verdict(1, met.problem(all, {0, 1, 1, 3}));
+  });
+  const auto statuses = run_forked(4, [&](const Group& group) {
+    Watched own(group, group.rank() == 0 ? 2s : 20s);
+    const pid_t pid = ::getpid();
+    const auto pids = group.all_gather(std::as_bytes(std::span(&pid, 1)));
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    static_cast<void>(own.watch().await_news(kSoon));
+    std::string problem = own.problem(own.settle(), {0, 2, 3}, 0b10);
+    problem += own.watch().assemble("readmit", {}) ? "heard of another loss; " : "";
+    if (group.rank() == 0) {
+      std::thread([&] {
+        const auto dying = block_value<pid_t>(pids[2], 2, Context{});
+        const auto stopped = block_value<pid_t>(pids[3], 3, Context{});
+        std::this_thread::sleep_for(1500ms);
+        ::kill(stopped, SIGSTOP);
+        ::kill(dying, SIGKILL);
+        std::this_thread::sleep_for(1000ms);
+        ::kill(stopped, SIGCONT);
+        std::this_thread::sleep_for(200ms);
+        letter->send(own.watch().invitation());
+      }).detach();
+    }
+    Met met;
+    own.watch().check_back(std::array{1}, own.watch().readmit(std::array{1}, met.connect()));
+    problem += met.problem(all, {0, 1, group.rank(), 3});
+    problem += met.newcomers == 0b10 ? "" : "another newcomer; ";
+    return verdict(group.rank(), problem);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, kKilled, 0}));
+  EXPECT_EQ(spare.status(), 0);
+}
+
 TEST(LossWatchTest, SaysWhoDoesNotComeBack) {
   const auto statuses = run_forked(3, [](const Group& group) {
     Watched own(group, 1s);

@@ -306,7 +306,8 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
       me.local->grid = 0;
       me.local->placed = 0;
       me.local->recorded = 0;
-      if (is_lost(me, me.rank)) {
+      const auto* told = reinterpret_cast<volatile FaultKind*>(&me.fault->kind);
+      if (is_lost(me, me.rank) && *told == FaultKind::kNone) {
         tell_fault(me, {.kind = FaultKind::kOldGraph, .epoch = epoch, .peer = me.rank});
       }
       if (epoch % kRenewalCalls < kRenewalsInARow && !is_stopped(me)) {

@@ -164,11 +164,7 @@ std::vector<int> LossWatch::readmit(std::span<const int> ranks, const Connect& c
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   survival_.begin_call();
   std::vector<int> missing = survival_.readmit(ranks);
-  uint32_t newcomers = 0;
-  for (const int rank : ranks) {
-    newcomers |= survival_.has_come(rank) ? 1U << static_cast<uint32_t>(rank) : 0U;
-  }
-  meet_at_last(newcomers, connect);
+  meet_at_last(connect);
   return missing;
 }
 
@@ -196,11 +192,11 @@ void LossWatch::check_back(std::span<const int> ranks, std::span<const int> miss
 void LossWatch::meet(const Connect& connect) {
   const std::lock_guard lock(mutex_);
   survival_.begin_call();
-  meet_at_last(0, connect);
+  meet_at_last(connect);
 }
 
 // It ends on all members with the same of them, whoever is lost meanwhile.
-void LossWatch::meet_at_last(uint32_t newcomers, const Connect& connect) {
+void LossWatch::meet_at_last(const Connect& connect) {
   for (bool is_over = false; !is_over;) {
     try {
       const Group group = with_control(survival_.group(), [this](std::span<const std::byte> block) {
@@ -212,6 +208,10 @@ void LossWatch::meet_at_last(uint32_t newcomers, const Connect& connect) {
         }
         return blocks;
       });
+      uint32_t newcomers = 0;  // maybe more than when this rank ended its own wait
+      for (int rank = 0; rank < context_.num_ranks; ++rank) {
+        newcomers |= survival_.has_come(rank) ? 1U << static_cast<uint32_t>(rank) : 0U;
+      }
       connect(group, {.ranks = survival_.members(), .newcomers = newcomers});
       is_over = survival_.finish_call("readmit");
     } catch (const Error& error) {

@@ -94,7 +94,7 @@ class LossWatch {
   void look();
   // Once others are members.
   [[nodiscard]] Calls agree_on_calls(std::string_view op, const Calls& own);
-  void meet_at_last(uint32_t newcomers, const Connect& connect);
+  void meet_at_last(const Connect& connect);
 
   Context context_;
   std::chrono::milliseconds timeout_;

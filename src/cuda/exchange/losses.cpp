@@ -37,7 +37,7 @@ LossWatch::Calls CudaExchange::own_calls() const {
   if (now.stopped == StopState::kBroken) {
     was_cut_short(now.broken_epoch);
   }
-  if (has_fault()) {
+  if (has_fault() && own_->fault.get()->kind != FaultKind::kOldGraph) {
     was_cut_short(own_->fault.get()->epoch);
   }
   return calls;
@@ -57,7 +57,9 @@ void CudaExchange::go_on_without(uint32_t lost, uint64_t last_call) {
   fresh.epoch_high = static_cast<uint32_t>(epoch >> 32);
   fresh.lost = lost;
   fresh.members = ++num_changes_;
-  *own_->fault.get() = {};
+  if (own_->fault.get()->kind != FaultKind::kOldGraph) {  // of no call; check() tells it
+    *own_->fault.get() = {};
+  }
   set_local(own_->local.get(), fresh);
   lost_ = lost;
   open_.reset();

@@ -38,7 +38,9 @@ Facts gather_facts(const Group& group, const Meeting& who, const Facts& own) {
   Facts known = own;
   for (const int rank : who.ranks) {
     const Facts& theirs = all[static_cast<size_t>(rank)];
-    known = known.last_call == kUnknownCalls ? theirs : known;
+    // Some may have gone on already, when another was lost before all had.
+    const bool is_ahead = theirs.last_call != kUnknownCalls && theirs.last_call > known.last_call;
+    known = known.last_call == kUnknownCalls || is_ahead ? theirs : known;
   }
   const Context context = context_of(group, "peer");
   WEFT_CHECK(
