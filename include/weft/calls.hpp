@@ -26,10 +26,10 @@ struct CallOptions {
   // this rank's own tokens may have been written.
   bool copy_engines = false;
   // GPUs of one domain: the call only sends, without a wait for any peer; Exchange::receive() has
-  // the rest. A call that plans and dispatches in one launch (Exchange::dispatch), where each rank
-  // may choose for itself; and a combine by source weights of a routing by topk_idx, of all ranks
-  // or none, if ExchangeConfig::max_tokens and max_topk leave room for a row of every route of a
-  // rank. What is no such call receives at once.
+  // the rest. A call without replicas that plans and dispatches in one launch (Exchange::dispatch),
+  // where each rank may choose for itself; and a combine by source weights of a routing by
+  // topk_idx, of all ranks or none, if ExchangeConfig::max_tokens and max_topk leave room for a row
+  // of every route of a rank. What is no such call receives at once.
   bool receives_later = false;
   // The caller's own count of its collective calls, up to 2^28 - 1, after which it begins again.
   // Ranks whose calls have come out of step, because one of them left a call out, then throw and

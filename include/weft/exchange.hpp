@@ -173,9 +173,10 @@ class Exchange {
   // plan and dispatch by it, with the same result. On GPUs of one domain one launch makes both if
   // ExchangeConfig::max_tokens is at most 512, all ranks' max_tokens * max_topk at most 32,768 and
   // the routing is topk_idx, for rows of up to 16 bits an element: rows then travel while the plan
-  // is made. `options` must say the number of rows: by row_budget or expert_stride, with
-  // Overflow::kDrop. Where ranks differ in what decides between one launch and two (dtype, a map,
-  // copy_engines), all throw, and those with a stream cannot go on.
+  // is made, or with replicas once these are planned, if they and the experts are not too many for
+  // a GPU's shared memory. `options` must say the number of rows: by row_budget or expert_stride,
+  // with Overflow::kDrop. Where ranks differ in what decides between one launch and two (dtype, a
+  // map, copy_engines), all throw, and those with a stream cannot go on.
   Plan dispatch(
       const Routing& routing,
       const PlanOptions& options,

@@ -32,8 +32,8 @@ FaultRank::FaultRank(Exchange& used, const CaseData& data)
   const auto& x = memory.add(dispatch.x);
   const auto& x_weights = memory.add(dispatch.weights);
   const auto& scales = memory.add(dispatch.scales);
-  const auto& rows = memory.add_output(dispatch.rows);
-  const auto& row_weights = memory.add_output(dispatch.row_weights);
+  rows = &memory.add_output(dispatch.rows);
+  row_weights = &memory.add_output(dispatch.row_weights);
   const auto& row_scales = memory.add_output(dispatch.row_scales);
   const auto& y = memory.add(combine.rows);
   const auto& y_weights = memory.add(combine.row_weights);
@@ -43,7 +43,7 @@ FaultRank::FaultRank(Exchange& used, const CaseData& data)
   routing = {.topk_idx = idx->tensor(), .weights = weights.tensor()};
   options = data.routing[own].options;
   dispatch_in = {x.tensor(), x_weights.tensor(), scales.tensor()};
-  dispatch_out = {rows.tensor(), row_weights.tensor(), row_scales.tensor()};
+  dispatch_out = {rows->tensor(), row_weights->tensor(), row_scales.tensor()};
   combine_in = {.rows = y.tensor(), .weights = y_weights.tensor()};
   combine_out = {sums.tensor(), sum_weights.tensor()};
 }

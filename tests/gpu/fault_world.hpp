@@ -38,6 +38,8 @@ struct FaultRank {
   int rank;
   CaseMemory memory;
   const CaseMemory::Placed* idx = nullptr;
+  const CaseMemory::Placed* rows = nullptr;  // of the dispatch
+  const CaseMemory::Placed* row_weights = nullptr;
   Routing routing;
   PlanOptions options;
   std::optional<Plan> plan;

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "gpu/epochs.hpp"
 #include "gpu/gpu_test.hpp"
@@ -18,9 +19,14 @@ namespace {
 
 constexpr uint64_t kNumCases = 20;
 
-// Cases that differ in everything that a replay may change.
+// Cases that differ in everything that a replay may change. `is_routed`: plan and dispatch are one
+// call.
 std::vector<CaseData> graph_cases(
-    const ExchangeSetup& setup, Layout layout, OutputMemory output, const Balancing& balance = {}
+    const ExchangeSetup& setup,
+    Layout layout,
+    OutputMemory output,
+    const Balancing& balance = {},
+    bool is_routed = false
 ) {
   std::vector<CaseData> cases;
   for (uint64_t i = 0; i < kNumCases + 1; ++i) {
@@ -39,6 +45,7 @@ std::vector<CaseData> graph_cases(
     spec.scale = layout == Layout::kRankMajor ? CombineScale::kNone : CombineScale::kPlanWeights;
     spec.dtype = DType::kBFloat16;
     spec.balance = balance;
+    spec.is_routed = is_routed;
     cases.push_back(make_case_data(setup, spec));
   }
   return cases;
@@ -133,11 +140,14 @@ TEST_P(GpuGraphTest, ReplaysWithChangingRouting) {
 }
 
 // Other experts are popular each time, so that replicas come and go.
-TEST_P(GpuGraphTest, ReplaysWithReplicas) {
+class GpuReplicaGraphTest : public GpuParamTest<std::tuple<int, bool>> {};
+
+TEST_P(GpuReplicaGraphTest, ReplaysWithReplicas) {
+  const auto [num_ranks, is_routed] = GetParam();
   FailureCount failures;
   for (const int gpus : gpu_counts()) {
     for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
-      const ExchangeSetup setup = gpu_setup(GetParam(), gpus);
+      const ExchangeSetup setup = gpu_setup(num_ranks, gpus);
       Balancing balance = {.replicas = 2};
       if (layout == Layout::kExpertMajor) {  // the first expert of the next rank, and none
         for (int rank = 0; rank < setup.num_ranks; ++rank) {
@@ -146,7 +156,7 @@ TEST_P(GpuGraphTest, ReplaysWithReplicas) {
           balance.placement.push_back(-1);
         }
       }
-      const auto cases = graph_cases(setup, layout, OutputMemory::kStaged, balance);
+      const auto cases = graph_cases(setup, layout, OutputMemory::kStaged, balance, is_routed);
       Watch watch(setup.num_ranks);
       std::vector<std::string> texts(static_cast<size_t>(setup.num_ranks));
       run_threads(setup.num_ranks, [&](const Group& group) {
@@ -166,6 +176,10 @@ TEST_P(GpuGraphTest, ReplaysWithReplicas) {
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    All, GpuReplicaGraphTest, testing::Combine(testing::Values(1, 2, 4), testing::Bool())
+);
 
 // Every replay crosses a multiple of 2^28 calls, so that 2^31 and 2^32 are among them.
 TEST_P(GpuGraphTest, ReplaysWhereEpochsComeRound) {

@@ -9,6 +9,7 @@
 #include <functional>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "core/gpu/check.hpp"
 #include "core/gpu/device_memory.hpp"
@@ -33,6 +34,7 @@ class Graph {
       throw;
     }
     WEFT_CUDA(Context{}, cudaStreamEndCapture(stream_, &graph));
+    WEFT_CUDA(Context{}, cudaGraphGetNodes(graph, nullptr, &num_nodes_));
     WEFT_CUDA(Context{}, cudaGraphInstantiate(&graph_, graph, 0));
     WEFT_CUDA(Context{}, cudaGraphDestroy(graph));
     // Else the first launch does it, and may wait for the whole GPU, where kernels of other ranks
@@ -44,9 +46,12 @@ class Graph {
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
   void launch() const { WEFT_CUDA(Context{}, cudaGraphLaunch(graph_, stream_)); }
+  // Launches and whatever else the calls have queued.
+  [[nodiscard]] size_t num_nodes() const { return num_nodes_; }
 
  private:
   cudaStream_t stream_;
+  size_t num_nodes_ = 0;
   cudaGraphExec_t graph_ = nullptr;
 };
 
@@ -74,14 +79,16 @@ class GraphRank {
     CallOptions call = {.stream = stream};
     call.copy_engines = data.setup.copy_engines;  // but not in a capture
     const Routing routing = {.topk_idx = idx_->tensor(), .weights = weights_->tensor()};
+    const PlanOptions& options = data.routing[rank_].options;
+    const DispatchInput in = {.x = x_->tensor(), .weights = x_weights_->tensor()};
+    const DispatchOutput out = {.rows = rows_->tensor(), .weights = row_weights_->tensor()};
     plan_.reset();
-    plan_.emplace(exchange_.plan(routing, data.routing[rank_].options, call));
-    exchange_.dispatch(
-        *plan_,
-        {.x = x_->tensor(), .weights = x_weights_->tensor()},
-        {.rows = rows_->tensor(), .weights = row_weights_->tensor()},
-        call
-    );
+    if (data.spec.is_routed) {
+      plan_.emplace(exchange_.dispatch(routing, options, in, out, call));
+    } else {
+      plan_.emplace(exchange_.plan(routing, options, call));
+      exchange_.dispatch(*plan_, in, out, call);
+    }
     exchange_.combine(
         *plan_,
         {.rows = y_->tensor(), .weights = y_weights_->tensor(), .scale = data.spec.scale},

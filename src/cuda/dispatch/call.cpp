@@ -152,9 +152,27 @@ bool CudaExchange::writes_alone(
     const ConstTensor& x,
     const CallOptions& call
 ) const {
-  return can_fuse_ && !call.copy_engines && !routing.map.is_given() &&
-         options.balance.replicas == 0 && given_rows(options, 1).has_value() &&
-         x.row_bytes() <= control_map_.eager_row_bytes;
+  const int replicas = options.balance.replicas;  // which is not checked yet
+  const bool fits = replicas >= 0 && replicas <= kMostReplicas &&
+                    (fused_replicas_ >> static_cast<uint32_t>(replicas) & 1U) != 0;
+  return fits && !call.copy_engines && !routing.map.is_given() &&
+         given_rows(options, 1).has_value() && x.row_bytes() <= control_map_.eager_row_bytes;
+}
+
+BalancedDispatchLaunch CudaExchange::balanced(
+    const RoutedDispatchLaunch& launch, const Balancing& balancing
+) const {
+  BalancedDispatchLaunch balanced;
+  static_cast<RoutedDispatchLaunch&>(balanced) = launch;
+  balanced.chosen_per_rank = plan_map().experts_per_rank;
+  balanced.min_rows = static_cast<int32_t>(balancing.min_rows);
+  balanced.block_rows = static_cast<int32_t>(balancing.block_rows);
+  balanced.replica_rows = balancing.replica_rows;
+  balanced.is_given = !balancing.placement.empty();
+  std::ranges::transform(balancing.placement, balanced.placement, [](int32_t expert) {
+    return static_cast<int16_t>(expert);
+  });
+  return balanced;
 }
 
 Plan CudaExchange::dispatch_routed(
@@ -186,10 +204,16 @@ Plan CudaExchange::dispatch_routed(
     const int jobs = 1 + view_.num_ranks * launch.plan.num_parts;
     launch.plan.num_blocks = std::min(jobs, launch.num_blocks - 1);
     Plan made(std::make_shared<const PlanData>(std::move(data)));
-    const CallPart part = call.receives_later ? CallPart::kSend : CallPart::kAll;
-    launch_routed_dispatch(launch, part, stream);
+    // With replicas it is not known where rows go before all routing has come.
+    const bool is_balanced = options.balance.replicas > 0;
+    const bool is_later = call.receives_later && !is_balanced;
+    if (is_balanced) {
+      launch_balanced_dispatch(balanced(launch, options.balance), stream);
+    } else {
+      launch_routed_dispatch(launch, is_later ? CallPart::kSend : CallPart::kAll, stream);
+    }
     set_launched(stream);
-    if (call.receives_later) {
+    if (is_later) {
       open_ = OpenCall{made, launch, is_capturing(stream, context_)};
     }
     ++counters_.num_plans;

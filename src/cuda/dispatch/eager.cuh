@@ -18,7 +18,7 @@ namespace weft {
 // shared memory; a warp that moves nothing writes it.
 struct SeenPlan {
   enum : uint32_t { kNotYet, kHere, kGivenUp };
-  uint32_t sizes;  // CallSetup::tokens holds
+  uint32_t sizes;  // CallSetup::tokens holds, and with replicas where this rank's rows go
   uint32_t slots;  // where the rows of all ranks go on this one
   uint32_t shape;  // of this rank's plan
 
@@ -49,7 +49,10 @@ __device__ __forceinline__ bool await_block(uint32_t& flag) {
 }
 
 // One warp of a block, which moves nothing, waits for the plan and tells the others.
-__device__ inline void watch_plan(const PlanLaunch& call, CallSetup& setup, SeenPlan& seen) {
+template <bool kIsBalanced>
+__device__ __forceinline__ void watch_plan(
+    const PlanLaunch& call, CallSetup& setup, SeenPlan& seen
+) {
   const RankView& me = call.me;
   const int rank = lane_index();
   bool is_good = true;
@@ -62,6 +65,11 @@ __device__ inline void watch_plan(const PlanLaunch& call, CallSetup& setup, Seen
     is_good = wait_tagged(me, from, site, ptx::load_relaxed_sys(from), tokens) &&
               tokens <= me.map.max_tokens;
     setup.tokens[rank] = static_cast<int32_t>(tokens);
+  }
+  if constexpr (kIsBalanced) {
+    if (is_good && rank == 0) {
+      is_good = await_routes(me);
+    }
   }
   __syncwarp();
   tell_block(seen.sizes, is_good);

@@ -2,13 +2,16 @@
 // A plan and the dispatch by it in one launch, for calls of few tokens, where latency decides. The
 // first blocks make the plan (plan/fused.cuh). Meanwhile the others push eager rows to places that
 // need no plan (push.cuh) and then, with the plan, fan them out (eager.cuh). Or two launches, one
-// for what goes out, which waits for nobody, and one for all the rest. Before: dispatch/call.cpp;
-// after: the caller's experts.
+// for what goes out, which waits for nobody, and one for all the rest. With replicas the blocks
+// that push wait for the others to find out where rows go, so that there is one launch only.
+// Before: dispatch/call.cpp; after: the caller's experts.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/device/kernel.cuh"
 #include "cuda/dispatch/eager.cuh"
 #include "cuda/dispatch/push.cuh"
+#include "cuda/plan/balance/fused.cuh"
 #include "cuda/plan/fused.cuh"
 
 namespace weft {
@@ -25,8 +28,6 @@ static_assert(kRoutedThreads >= kRoleThreads + 2 * kWarpLanes && kRoutedThreads 
 // second, for the handshakes.
 constexpr int kWatchWarp = kMoverWarps + 1;
 constexpr int kWordWarp = kMoverWarps + 2;
-
-using Push = DispatchPush<EagerRoutes>;
 
 // All threads of a block find the addresses of eager rows, which no peer has to tell.
 __device__ void set_places(CallSetup& setup, SeenPlan& seen, const RankView& me, uint32_t epoch) {
@@ -56,14 +57,23 @@ WEFT_HD PlanSharedMap shared_map(const PlanLaunch& call) {
   return {map.num_ranks, map.num_experts, map.max_tokens * static_cast<uint32_t>(call.topk)};
 }
 
-__device__ void run_plan(
-    const RoutedDispatchLaunch& call, uint64_t number, SmallPlanShared& small
+// The experts of a call's plan.
+__device__ __forceinline__ PlainExperts experts_of(const RoutedDispatchLaunch& call) {
+  return {call.plan};
+}
+__device__ __forceinline__ BalancedExperts experts_of(const BalancedDispatchLaunch& call) {
+  return {call, dynamic_shared + shared_map(call.plan).num_bytes()};
+}
+
+template <class Launch>
+__device__ __forceinline__ void run_plan(
+    const Launch& call, uint64_t number, SmallPlanShared& small
 ) {
   if (threadIdx.x == 0) {
     small.call = number;
   }
   const PlanShared shared = carve(shared_map(call.plan), dynamic_shared, small);
-  make_routed_plan(call.plan, static_cast<uint32_t>(number), shared, [&] {
+  make_routed_plan(call.plan, static_cast<uint32_t>(number), shared, experts_of(call), [&] {
     if (warp_in_block() == 0) {
       tell_counts(call.dispatch);
     }
@@ -87,10 +97,13 @@ __device__ __forceinline__ void swap_plan_words(
 
 // A launch that only sends leaves the number of the running call as it is, and whatever else
 // LocalState counts in a call.
-template <class Mover, CallPart kPart>
+template <class Mover, CallPart kPart, class Launch>
 __global__ void __launch_bounds__(kRoutedThreads, 1)
-    dispatch_routed_rows(const __grid_constant__ RoutedDispatchLaunch call) {
+    dispatch_routed_rows(const __grid_constant__ Launch call) {
   if constexpr (Mover::kIsCompiled) {
+    constexpr bool kIsBalanced = std::is_same_v<Launch, BalancedDispatchLaunch>;
+    static_assert(!kIsBalanced || kPart == CallPart::kAll);
+    using Push = DispatchPush<std::conditional_t<kIsBalanced, BalancedRoutes, EagerRoutes>>;
     __shared__ SmallPlanShared small;
     __shared__ CallSetup setup;
     __shared__ TeamProgress progress;
@@ -105,7 +118,7 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
     const int block = static_cast<int>(blockIdx.x) - call.plan.num_blocks;
     if (block < 0) {
       if (may_write) {
-        send_routing(call.plan, epoch);
+        send_routing(call.plan, epoch, experts_of(call).chosen().count);
       }
       if constexpr (kReceives) {
         run_plan(call, number, small);
@@ -115,18 +128,20 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
       set_places(setup, seen, rows.me, epoch);
       const RoleBlock place = {block, call.num_blocks - call.plan.num_blocks};
       Push push(rows, setup, progress, place);
+      // All lanes of a warp.
+      const auto may_push = [&] { return may_write && (!kIsBalanced || await_block(seen.sizes)); };
       const int warp = warp_in_block();
       if (warp == kMoverWarps) {
-        if (may_write) {
+        if (may_push()) {
           push.run_signals();
         }
       } else if (warp == kWordWarp && block == 0) {
         swap_plan_words<kPart>(call.plan, epoch, setup.own());
       } else if (kReceives && warp == kWatchWarp) {
-        watch_plan(call.plan, setup, seen);
+        watch_plan<kIsBalanced>(call.plan, setup, seen);
       } else if (warp < kMoverWarps) {
         Mover mover(rows.me, warp, full + warp * Mover::kBarriers);
-        if (may_write) {
+        if (may_push()) {
           push.run(mover);
         }
         if constexpr (kReceives) {
@@ -146,24 +161,44 @@ Kernel<RoutedDispatchLaunch> kernel_of(const RoutedDispatchLaunch& call, CallPar
   constexpr auto kThreads = static_cast<int>(kRoutedThreads);
   const auto of_plan = static_cast<int>(shared_map(call.plan).num_bytes());
   const int shared_bytes = std::max(Mover::kSharedBytes, of_plan);
+  using Launch = RoutedDispatchLaunch;
   switch (part) {
     case CallPart::kSend:
-      return {dispatch_routed_rows<Mover, CallPart::kSend>, kThreads, Mover::kSharedBytes};
+      return {dispatch_routed_rows<Mover, CallPart::kSend, Launch>, kThreads, Mover::kSharedBytes};
     case CallPart::kReceive:
-      return {dispatch_routed_rows<Mover, CallPart::kReceive>, kThreads, shared_bytes};
+      return {dispatch_routed_rows<Mover, CallPart::kReceive, Launch>, kThreads, shared_bytes};
     default:
-      return {dispatch_routed_rows<Mover, CallPart::kAll>, kThreads, shared_bytes};
+      return {dispatch_routed_rows<Mover, CallPart::kAll, Launch>, kThreads, shared_bytes};
   }
 }
 
 template <class Mover>
+Kernel<BalancedDispatchLaunch> kernel_of(const BalancedDispatchLaunch& call) {
+  const PlanMap& map = call.plan.plan.map;
+  const uint32_t num_routes = shared_map(call.plan).num_routes;
+  const auto of_plan = static_cast<int>(balanced_shared_bytes(map, num_routes));
+  return {
+      dispatch_routed_rows<Mover, CallPart::kAll, BalancedDispatchLaunch>,
+      static_cast<int>(kRoutedThreads),
+      std::max(Mover::kSharedBytes, of_plan)};
+}
+
+template <class Mover>
 void prepare_parts() {
-  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kAll>);
-  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kSend>);
-  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kReceive>);
+  using Launch = RoutedDispatchLaunch;
+  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kAll, Launch>);
+  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kSend, Launch>);
+  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kReceive, Launch>);
+  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kAll, BalancedDispatchLaunch>);
 }
 
 }  // namespace
+
+uint64_t balanced_shared_bytes(const PlanMap& map, uint32_t num_routes) {
+  const PlanSharedMap shared = {map.num_ranks, map.num_experts, num_routes};
+  const uint32_t words = BalanceArrays().lay_out(physical_experts(map), nullptr);
+  return shared.num_bytes() + sizeof(int32_t) * uint64_t{words};
+}
 
 void prepare_routed_dispatch() {
   prepare_parts<VectorMover>();
@@ -174,6 +209,16 @@ void launch_routed_dispatch(const RoutedDispatchLaunch& call, CallPart part, cud
   const bool is_bulk = call.dispatch.mover == Mover::kBulk;
   launch(
       is_bulk ? kernel_of<BulkMover>(call, part) : kernel_of<VectorMover>(call, part),
+      call.num_blocks,
+      call,
+      stream
+  );
+}
+
+void launch_balanced_dispatch(const BalancedDispatchLaunch& call, cudaStream_t stream) {
+  const bool is_bulk = call.dispatch.mover == Mover::kBulk;
+  launch(
+      is_bulk ? kernel_of<BulkMover>(call) : kernel_of<VectorMover>(call),
       call.num_blocks,
       call,
       stream

@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// `Routes`: PlannedRoutes or EagerRoutes.
+// `Routes`: PlannedRoutes, EagerRoutes or BalancedRoutes.
 template <class Routes>
 class DispatchPush {
  public:

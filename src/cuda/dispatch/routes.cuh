@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the push role of dispatch (push.cuh) sends each token: by the plan (PlannedRoutes), or, for
-// eager rows, only by the routing (EagerRoutes).
+// eager rows, only by the routing (EagerRoutes), with replicas by what a plan in the making has of
+// it (BalancedRoutes).
 #pragma once
 
 #include "cuda/device/lanes.cuh"
@@ -104,29 +105,52 @@ class EagerRoutes {
   [[nodiscard]] __device__ __forceinline__ int num_tokens() const { return call_.num_tokens; }
 
   [[nodiscard]] __device__ __forceinline__ Chunk load(int begin, int /*count*/) const {
-    const int lane = lane_index();
     int64_t expert = -1;
-    if (lane < call_.topk) {
+    if (const int lane = lane_index(); lane < call_.topk) {
       const int route = begin * call_.topk + lane;
       expert = given_expert(call_.topk_idx, call_.index_bytes, static_cast<size_t>(route));
     }
     const bool is_route = expert >= 0 && expert < me_.map.num_experts;
     const uint32_t local_experts = me_.map.num_experts / static_cast<uint32_t>(me_.num_ranks);
     const uint32_t owner = is_route ? static_cast<uint32_t>(expert) / local_experts : 0;
-    const uint32_t ranks = __reduce_or_sync(kAllLanes, is_route ? 1U << owner : 0U);
-    const bool goes_there =
-        lane < me_.num_ranks && (ranks >> static_cast<uint32_t>(peer_) & 1U) != 0;
-    return {goes_there ? begin : -1};
+    return to_owners(begin, is_route, owner);
   }
 
   [[nodiscard]] __device__ __forceinline__ TokenRoutes at(const Chunk& chunk, int /*i*/) const {
     return {chunk.token, chunk.token, -1};
   }
 
- private:
+ protected:
+  // `owner`: the rank that the lane's route goes to, if it is one.
+  [[nodiscard]] __device__ __forceinline__ Chunk
+  to_owners(int token, bool is_route, uint32_t owner) const {
+    const uint32_t ranks = __reduce_or_sync(kAllLanes, is_route ? 1U << owner : 0U);
+    const bool goes_there =
+        lane_index() < me_.num_ranks && (ranks >> static_cast<uint32_t>(peer_) & 1U) != 0;
+    return {goes_there ? token : -1};
+  }
+
   const DispatchLaunch& call_;
   const RankView& me_;
   int peer_;
+};
+
+// The same where popular experts have replicas: by this rank's routes to physical experts, which
+// the plan has before all else (tell_routes of plan/fused.cuh).
+class BalancedRoutes : public EagerRoutes {
+ public:
+  using EagerRoutes::EagerRoutes;
+
+  [[nodiscard]] __device__ __forceinline__ Chunk load(int begin, int /*count*/) const {
+    const PlanMap& map = call_.plan.map;
+    int32_t expert = -1;
+    if (const int lane = lane_index(); lane < call_.topk) {
+      expert = call_.plan.route_expert()[begin * static_cast<int>(map.max_topk) + lane];
+    }
+    const bool is_route = expert >= 0;
+    const auto physical = static_cast<uint32_t>(is_route ? expert : 0);
+    return to_owners(begin, is_route, map.experts_per_rank.divide(physical));
+  }
 };
 
 }  // namespace weft

@@ -125,7 +125,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
   memory_ = std::make_shared<PeerMemory>(group, settings_.device.index, control_map_.num_bytes());
   refusals_ = std::make_unique<RefusalBoard>(group);
   const DomainFacts facts = agree_on_facts(group, id_, shared_bytes());
-  can_fuse_ = can_fuse(facts.shared_bytes);
+  fused_replicas_ = fused_replicas(facts.shared_bytes);
   agree(group, [&] { set_up(facts.stamp); });  // nobody leaves before everybody can be written to
   if (settings_.on_peer_loss == PeerLoss::kShrink) {
     losses_ = std::make_unique<LossWatch>(group, context_, settings_.timeout, [this] {
@@ -140,13 +140,20 @@ uint64_t CudaExchange::shared_bytes() const {
   );
 }
 
-bool CudaExchange::can_fuse(uint64_t shared_bytes) const {
-  const PlanSharedMap fused = {
-      control_map_.num_ranks,
-      control_map_.num_experts,
-      control_map_.max_tokens * control_map_.max_topk};
-  return control_map_.eager_row_bytes > 0 && fused.num_threads() >= kRoutedThreads &&
-         fused.num_bytes() + kMostStaticShared <= shared_bytes;
+uint32_t CudaExchange::fused_replicas(uint64_t shared_bytes) const {
+  const uint32_t num_routes = control_map_.max_tokens * control_map_.max_topk;
+  uint32_t possible = 0;
+  for (int replicas = 0; replicas <= kMostReplicas && control_map_.eager_row_bytes > 0;
+       ++replicas) {
+    const PlanMap map = plan_map(replicas);
+    const PlanSharedMap fused = {map.num_ranks, map.num_experts, num_routes};
+    const uint64_t needed =
+        replicas == 0 ? fused.num_bytes() : balanced_shared_bytes(map, num_routes);
+    const bool fits =
+        fused.num_threads() >= kRoutedThreads && needed + kMostStaticShared <= shared_bytes;
+    possible |= fits ? 1U << static_cast<uint32_t>(replicas) : 0U;
+  }
+  return possible;
 }
 
 void CudaExchange::set_up(uint64_t stamp) {

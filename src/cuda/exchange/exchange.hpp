@@ -137,8 +137,9 @@ class CudaExchange final : public Executor {
   void set_up(uint64_t stamp);
   // That a block may have on this GPU.
   [[nodiscard]] uint64_t shared_bytes() const;
-  // Whether a plan and dispatch in one launch are possible with so much on each GPU.
-  [[nodiscard]] bool can_fuse(uint64_t shared_bytes) const;
+  // With how many replicas (bit R) a plan and dispatch in one launch are possible with so much on
+  // each GPU.
+  [[nodiscard]] uint32_t fused_replicas(uint64_t shared_bytes) const;
   // One call, or the first of two (kPlanAndDispatch): faults of earlier ones are thrown,
   // `launch(stream)` queues it; a refusal of its arguments is told to the peers. Without a stream
   // of the caller's it is waited for. `is_second` of those two: a rank that is lost is heard of
@@ -249,6 +250,11 @@ class CudaExchange final : public Executor {
   // Waits until the plan kernel has written the shape of its output to the host.
   void wait_shape(const volatile uint32_t* seen, cudaStream_t stream);
 
+  // The launch of a plan and its dispatch where there are replicas.
+  [[nodiscard]] BalancedDispatchLaunch balanced(
+      const RoutedDispatchLaunch& launch, const Balancing& balancing
+  ) const;
+
   // --- rows ---
   // Where peers write this rank's arrivals when the output is not in their reach; grows to at least
   // twice its size.
@@ -314,7 +320,7 @@ class CudaExchange final : public Executor {
   std::unique_ptr<RefusalBoard> refusals_;
   std::shared_ptr<CudaRankState> own_;
   DeviceControlMap control_map_;
-  bool can_fuse_ = false;  // plan and dispatch of few tokens in one launch, on all ranks
+  uint32_t fused_replicas_ = 0;  // of all ranks
   CudaBuffer<int32_t> plan_scratch_;
   CudaBuffer<int32_t> balance_scratch_;
   uint32_t checked_replicas_ = 0;  // bit R: plans with R replicas are possible

@@ -28,7 +28,7 @@ constexpr uint64_t kUnknownCalls = ~uint64_t{0};
 struct Facts {
   uint64_t last_call = kUnknownCalls;
   uint64_t stamp = 0;
-  int64_t can_fuse = 0;
+  uint64_t fused_replicas = 0;
   std::array<int64_t, 4> config = {};
 };
 
@@ -82,10 +82,10 @@ void CudaExchange::meet_as_newcomer(const Group& group, const Meeting& who) {
   memory_.reset();
   const Facts facts = gather_facts(group, who, {.config = sizes_of(settings_)});
   const int gpu = settings_.device.index;
-  can_fuse_ = facts.can_fuse != 0;
+  fused_replicas_ = static_cast<uint32_t>(facts.fused_replicas);
   WEFT_CHECK_ARG(
       context_,
-      !can_fuse_ || can_fuse(shared_bytes()),
+      (fused_replicas_ & ~fused_replicas(shared_bytes())) == 0,
       "rejoin: the other GPUs have more shared memory than GPU {}",
       gpu
   );
@@ -103,7 +103,7 @@ void CudaExchange::meet_newcomers(const Group& group, const Meeting& who) {
   const Facts own = {
       .last_call = own_calls().last,
       .stamp = view_.stamp,
-      .can_fuse = can_fuse_ ? 1 : 0,
+      .fused_replicas = fused_replicas_,
       .config = sizes_of(settings_)};
   const Facts facts = gather_facts(group, who, own);
   memory_->meet(group, who);

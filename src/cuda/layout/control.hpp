@@ -394,6 +394,8 @@ struct alignas(8) LocalState {
   uint32_t lost = 0;
   uint32_t members = 0;                    // how often those that take part have changed
   uint64_t wait_ns[kMaxDomainRanks] = {};  // by peer
+  uint64_t routed = 0;  // the last call whose plan has this rank's routes to physical experts, of
+                        // those that plan replicas beside their dispatch
 };
 
 // What every kernel knows of its rank; passed by value.

@@ -127,6 +127,17 @@ struct RoutedDispatchLaunch {
   int32_t num_blocks = 2;  // in all
 };
 
+// The same with replicas: the plan is of physical experts, plan.topk_idx of those that tokens
+// choose among. Rows are pushed once the blocks that plan know where they go.
+struct BalancedDispatchLaunch : RoutedDispatchLaunch {
+  FastDivide chosen_per_rank;  // experts
+  int32_t min_rows = 1;        // as in BalanceLaunch
+  int32_t block_rows = 1;
+  int64_t replica_rows = 0;
+  bool is_given = false;  // replicas lie where `placement` says; else they are planned
+  int16_t placement[kMaxDomainRanks * kMostReplicas] = {};  // [num_ranks, replicas], -1: none
+};
+
 struct CombineLaunch : RowsLaunch {
   const std::byte* rows = nullptr;        // [num_rows, hidden]
   const float* row_weights = nullptr;     // [num_rows, row_weight_cols]; null: none
@@ -151,7 +162,7 @@ struct CombineLaunch : RowsLaunch {
 
 static_assert(
     sizeof(PlanLaunch) <= 4096 && sizeof(ImportedPlanLaunch) <= 4096 &&
-        sizeof(RoutedDispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
+        sizeof(BalancedDispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
     "a kernel takes 4 KB of parameters"
 );
 
@@ -220,6 +231,9 @@ void prepare_refusal();
 void prepare_waits();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
 void launch_routed_dispatch(const RoutedDispatchLaunch& call, CallPart part, cudaStream_t stream);
+void launch_balanced_dispatch(const BalancedDispatchLaunch& call, cudaStream_t stream);
+// Shared memory that its blocks need, beside kMostStaticShared, for up to so many routes of a rank.
+[[nodiscard]] uint64_t balanced_shared_bytes(const PlanMap& map, uint32_t num_routes);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
 void launch_topk_combine(const CombineLaunch& call, cudaStream_t stream);  // SumOrder::kTopk
 // A combine by source weights in two launches (combine/by_route.cu), of call.num_reduce and

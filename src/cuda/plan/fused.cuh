@@ -11,6 +11,10 @@
 // most instructions once or twice, so that its time is that of fetching them: loops are not
 // unrolled, except where several loads must be in flight together. swap_routing.cuh has the first
 // step.
+//
+// Where popular experts have replicas, each block plans these, too, between reading and counting
+// (balance/fused.cuh): all routes become those to physical experts. Only then it is known where
+// rows go; the block that writes the shape tells those that push them.
 #pragma once
 
 #include "cuda/device/wait.cuh"
@@ -102,14 +106,31 @@ __device__ inline void count_all(
   __syncthreads();
 }
 
+// What a block plans for: the experts that tokens choose. BalancedExperts of balance/fused.cuh is
+// the other.
+struct PlainExperts {
+  static constexpr bool kIsBalanced = false;
+
+  const PlanLaunch& call;
+
+  [[nodiscard]] __device__ ChosenExperts chosen() const {
+    return {call.plan.map.num_experts, call.plan.map.experts_per_rank};
+  }
+  __device__ void settle(const PlanPlace& /*place*/, const PlanShared& /*shared*/) const {}
+};
+
 // All threads of a block that plans for one of `num_parts` parts of the tokens of place.source:
-// until everybody's routes are counted. False if the call is given up.
-__device__ inline bool count_for(
+// until everybody's routes are counted. `tell` is called when they are known. False if the call is
+// given up.
+template <class Experts, class Tell>
+__device__ __forceinline__ bool count_for(
     const PlanLaunch& call,
     const PlanShared& shared,
+    const Experts& experts,
     PlanPlace& place,
     uint32_t num_parts,
-    uint32_t part_idx
+    uint32_t part_idx,
+    const Tell& tell
 ) {
   place.num_blocks = 1;
   auto* counts = reinterpret_cast<uint4*>(shared.counts);
@@ -127,7 +148,7 @@ __device__ inline bool count_for(
     shared.received[threadIdx.x] = 0;
     shared.blocks[threadIdx.x] = is_here ? call.plan.data : nullptr;
   }
-  if (!read_all(call, place, shared)) {
+  if (!read_all(call, place, shared, experts.chosen())) {
     return false;
   }
   place.num_tokens = shared.words[place.source].num_tokens;
@@ -136,6 +157,8 @@ __device__ inline bool count_for(
   place.short_expert = shared.experts_of(place.source);
   place.route_weight = shared.route_weight;
   place.stride = static_cast<uint32_t>(call.topk);
+  experts.settle(place, shared);
+  tell();
   count_all(call, place, shared, part);
   return true;
 }
@@ -166,19 +189,46 @@ __device__ inline bool await_parts(const RankView& me, uint32_t epoch) {
   return wait_reached(me, &me.local->grid, kRoutedPlanParts, site, 2);
 }
 
+// All threads of a block write this rank's routing, once it is to physical experts, and say so.
+__device__ inline void tell_routes(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  keep_routing(call, place);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ptx::fence_gpu();
+    ptx::store_relaxed_sys(&call.me.local->routed, *shared.call);
+  }
+}
+
+// One thread of another block waits for them. Returns false if the call is given up.
+__device__ inline bool await_routes(const RankView& me) {
+  const uint64_t number = current_call(me);
+  const WaitSite site = {Op::kPlan, static_cast<uint32_t>(number), me.rank, WaitFor::kGrid};
+  return wait_reached(me, &me.local->routed, number, site, 2);
+}
+
 // All threads of a block write the shape and this rank's routing. Returns false if the call is
 // given up.
-__device__ inline bool plan_shape(
-    const PlanLaunch& call, const PlanShared& shared, PlanPlace place
+template <class Experts>
+__device__ __forceinline__ bool plan_shape(
+    const PlanLaunch& call, const PlanShared& shared, const Experts& experts, PlanPlace place
 ) {
-  bool is_made = count_for(call, shared, place, 1, 0);
+  bool is_made = count_for(call, shared, experts, place, 1, 0, [&] {
+    if constexpr (Experts::kIsBalanced) {
+      experts.write_placement();
+      tell_routes(call, place, shared);
+    }
+  });
   if (is_made) {
     publish_shape(call, shape_group(call, place, shared, true), place, shared);
     __syncthreads();
     if (threadIdx.x == 0) {
       ptx::add_acq_rel_gpu(&call.me.local->grid, 1);
     }
-    keep_routing(call, place);
+    if constexpr (!Experts::kIsBalanced) {
+      keep_routing(call, place);
+    }
     if (threadIdx.x == 0) {
       is_made = await_parts(call.me, place.epoch);
     }
@@ -192,14 +242,19 @@ __device__ inline bool plan_shape(
 
 // All threads of a block: the records of what a part of the tokens of place.source makes here, and
 // what this rank keeps of its own tokens. False if the call is given up.
-__device__ inline bool plan_records(
-    const PlanLaunch& call, const PlanShared& shared, PlanPlace place, uint32_t part_idx
+template <class Experts>
+__device__ __forceinline__ bool plan_records(
+    const PlanLaunch& call,
+    const PlanShared& shared,
+    const Experts& experts,
+    PlanPlace place,
+    uint32_t part_idx
 ) {
   const RankView& me = call.me;
   place.writes_tokens = place.is_own(me);
   place.eager_slots = eager_slots_of(me, place.source);
   const auto num_parts = static_cast<uint32_t>(call.num_parts);
-  if (!count_for(call, shared, place, num_parts, part_idx)) {
+  if (!count_for(call, shared, experts, place, num_parts, part_idx, [] {})) {
     return false;
   }
   shape_group(call, place, shared, false);
@@ -232,9 +287,13 @@ __device__ inline bool await_slots(const PlanLaunch& call, uint32_t epoch) {
 
 // All threads of the first call.num_blocks blocks, after send_routing(). It stops where the call is
 // given up. after_shape(): what the first block does when it has written the shape, or cleared it.
-template <class AfterShape>
+template <class Experts, class AfterShape>
 __device__ __forceinline__ void make_routed_plan(
-    const PlanLaunch& call, uint32_t epoch, const PlanShared& shared, const AfterShape& after_shape
+    const PlanLaunch& call,
+    uint32_t epoch,
+    const PlanShared& shared,
+    const Experts& experts,
+    const AfterShape& after_shape
 ) {
   PlanPlace place = plan_place(call, epoch);
   bool is_made = true;
@@ -242,7 +301,7 @@ __device__ __forceinline__ void make_routed_plan(
 #pragma unroll 1
   for (int job = static_cast<int>(blockIdx.x); job < num_jobs && is_made; job += call.num_blocks) {
     if (job == 0) {
-      is_made = plan_shape(call, shared, place);
+      is_made = plan_shape(call, shared, experts, place);
       if (!is_made) {
         __syncthreads();  // it is cleared
       }
@@ -251,7 +310,7 @@ __device__ __forceinline__ void make_routed_plan(
       const auto number = static_cast<uint32_t>(job - 1);
       const uint32_t part = call.plan.map.by_ranks.divide(number);
       place.source = call.plan.map.by_ranks.remainder(number, part);
-      is_made = plan_records(call, shared, place, part);
+      is_made = plan_records(call, shared, experts, place, part);
       place.source = static_cast<uint32_t>(call.me.rank);
     }
     __syncthreads();

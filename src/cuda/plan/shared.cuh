@@ -95,7 +95,10 @@ struct PlanPlace {
   [[nodiscard]] __device__ bool is_lost(uint32_t rank) const { return (lost >> rank & 1U) != 0; }
   // Whether routes to the expert are none, as nobody has it.
   [[nodiscard]] __device__ bool is_nowhere(uint32_t expert) const {
-    return lost != 0 && is_lost(experts_per_rank.divide(expert));
+    return is_nowhere(expert, experts_per_rank);
+  }
+  [[nodiscard]] __device__ bool is_nowhere(uint32_t expert, const FastDivide& per_rank) const {
+    return lost != 0 && is_lost(per_rank.divide(expert));
   }
 };
 

@@ -10,8 +10,15 @@
 
 namespace weft {
 
+// Those that tokens choose among: all, or the masters where there are replicas.
+struct ChosenExperts {
+  uint32_t count;
+  const FastDivide& per_rank;
+};
+
 // All threads of a planning block send this rank's routing to the block's share of the ranks.
-__device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch) {
+// `num_experts`: ChosenExperts::count.
+__device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch, uint32_t num_experts) {
   const int64_t unknown = call.ignores_unknown ? -1 : INT32_MIN;
   const RankView& me = call.me;
   const RoutingMap map = me.map.routing();
@@ -25,7 +32,7 @@ __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch) {
     }
     for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
       const int64_t expert = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(i));
-      const bool fits = expert >= -1 && expert < static_cast<int64_t>(call.plan.map.num_experts);
+      const bool fits = expert >= -1 && expert < static_cast<int64_t>(num_experts);
       const auto said = static_cast<uint32_t>(fits ? expert : unknown);
       store_tagged(to + RoutingMap::experts() + i, epoch, said);
       if (call.weights != nullptr) {
@@ -83,7 +90,10 @@ __device__ __forceinline__ int read_sizes(
 // All threads, each warp for one rank at a time: everybody's sizes and routing, and the weights of
 // the rank that is planned. False if the call is given up or a route is out of range.
 __device__ inline bool read_all(
-    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+    const PlanLaunch& call,
+    const PlanPlace& place,
+    const PlanShared& shared,
+    const ChosenExperts& chosen
 ) {
   constexpr int kBatch = 4;  // loads in flight; a guess
   const RankView& me = call.me;
@@ -136,13 +146,14 @@ __device__ inline bool read_all(
           uint32_t bits = 0;
           is_good = wait_tagged(me, experts + route, site, expert[i], number) &&
                     (!has_weights || wait_tagged(me, weights + route, site, weight[i], bits));
-          const bool is_nowhere = number < call.plan.map.num_experts && place.is_nowhere(number);
+          const bool is_nowhere =
+              number < chosen.count && place.is_nowhere(number, chosen.per_rank);
           kept[route] = is_nowhere ? kNoShortExpert : static_cast<uint16_t>(number);
           if (is_planned) {
             shared.route_weight[route] = __uint_as_float(bits);
           }
           // -1 becomes 0.
-          if (number + 1 > call.plan.map.num_experts) {
+          if (number + 1 > chosen.count) {
             is_good = false;
             if (is_planned) {
               raise_bad_route(call, place, route);

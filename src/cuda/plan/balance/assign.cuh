@@ -53,8 +53,8 @@ __device__ __forceinline__ int32_t expert_of(const AssignLaunch& call, int32_t r
   return is_good ? static_cast<int32_t>(given) : call.shape.num_experts;
 }
 
-__device__ __forceinline__ bool is_expert(const AssignLaunch& call, int32_t expert) {
-  return expert >= 0 && expert < call.shape.num_experts;
+__device__ __forceinline__ bool is_expert(const PhysicalExperts& shape, int32_t expert) {
+  return expert >= 0 && expert < shape.num_experts;
 }
 
 // `counts` [num_experts] grows by the routes [first, last) at thread, thread + step, ...
@@ -63,27 +63,8 @@ __device__ inline void count_span(
 ) {
   for (int32_t route = routes.first + thread; route < routes.last; route += step) {
     const int32_t expert = expert_of(call, route);
-    if (is_expert(call, expert)) {
+    if (is_expert(call.shape, expert)) {
       atomicAdd(counts + expert, 1);
-    }
-  }
-}
-
-__global__ void __launch_bounds__(kAssignThreads)
-    count_routes_kernel(const __grid_constant__ AssignLaunch call) {
-  extern __shared__ int32_t assign_shared[];
-  const int num_experts = call.shape.num_experts;
-  const auto thread = static_cast<int>(threadIdx.x);
-  clear_counts(assign_shared, num_experts);
-  __syncthreads();
-  count_span(call, routes_of_block(call), thread, kAssignThreads, assign_shared);
-  __syncthreads();
-  int32_t* const of_block = call.block_counts + static_cast<size_t>(blockIdx.x) * num_experts;
-  for (int expert = thread; expert < num_experts; expert += kAssignThreads) {
-    const int32_t count = assign_shared[expert];
-    of_block[expert] = count;
-    if (count != 0) {
-      atomicAdd(call.counts + expert, count);
     }
   }
 }
@@ -111,15 +92,20 @@ __device__ inline AssignShared load_places(const AssignLaunch& call, int32_t* ba
   return shared;
 }
 
+// One thread: the quotas of an expert's places become ends.
+__device__ __forceinline__ void quotas_to_ends(const AssignShared& shared, int expert) {
+  int32_t end = 0;
+  for (int place = shared.first[expert]; place >= 0; place = shared.next[place]) {
+    end += shared.end[place];
+    shared.end[place] = end;
+  }
+}
+
 // All threads: quotas become ends, and counts of warps the numbers of their first routes.
 __device__ inline void sum_up(const AssignLaunch& call, const AssignShared& shared) {
   const int num_experts = call.shape.num_experts;
   for (int expert = static_cast<int>(threadIdx.x); expert < num_experts; expert += kAssignThreads) {
-    int32_t end = 0;
-    for (int place = shared.first[expert]; place >= 0; place = shared.next[place]) {
-      end += shared.end[place];
-      shared.end[place] = end;
-    }
+    quotas_to_ends(shared, expert);
     int32_t number = 0;
 #pragma unroll 8
     for (unsigned block = 0; block < blockIdx.x; ++block) {
@@ -137,10 +123,11 @@ __device__ inline void sum_up(const AssignLaunch& call, const AssignShared& shar
 
 // All lanes of a warp, which has `counts`, give 32 routes their places; lanes beyond the part have
 // expert -1.
-__device__ __forceinline__ int32_t
-assign_step(const AssignLaunch& call, const AssignShared& shared, int32_t* counts, int32_t expert) {
+__device__ __forceinline__ int32_t assign_step(
+    const PhysicalExperts& shape, const AssignShared& shared, int32_t* counts, int32_t expert
+) {
   const auto lane = static_cast<uint32_t>(lane_index());
-  const bool is_route = is_expert(call, expert);
+  const bool is_route = is_expert(shape, expert);
   const uint32_t alone = 1U << 31 | lane;
   const uint32_t same =
       __match_any_sync(kAllLanes, is_route ? static_cast<uint32_t>(expert) : alone);
@@ -152,38 +139,14 @@ assign_step(const AssignLaunch& call, const AssignShared& shared, int32_t* count
   }
   __syncwarp();
   if (!is_route) {
-    return expert < 0 ? -1 : call.shape.count();
+    return expert < 0 ? -1 : shape.count();
   }
   const int32_t number = begin + __popc(lower);
   int32_t place = shared.first[expert];
   while (place >= 0 && number >= shared.end[place]) {
     place = shared.next[place];
   }
-  return place >= 0 ? place : call.shape.count();
-}
-
-__global__ void __launch_bounds__(kAssignThreads)
-    assign_routes_kernel(const __grid_constant__ AssignLaunch call) {
-  extern __shared__ int32_t assign_shared[];
-  const AssignShared shared = load_places(call, assign_shared);
-  const int warp = warp_in_block();
-  const int lane = lane_index();
-  const PartSpan block = routes_of_block(call);
-  const PartSpan routes =
-      part_span(block.first, block.last, kAssignWarps, static_cast<uint32_t>(warp));
-  int32_t* const counts = shared.counts + warp * call.shape.num_experts;
-  count_span(call, routes, lane, kWarpLanes, counts);
-  __syncthreads();
-  sum_up(call, shared);
-  for (int32_t first = routes.first; first < routes.last; first += kWarpLanes) {
-    const int32_t route = first + lane;
-    const bool is_mine = route < routes.last;
-    const int32_t expert = is_mine ? expert_of(call, route) : -1;
-    const int32_t place = assign_step(call, shared, counts, expert);
-    if (is_mine) {
-      call.physical[route] = place;
-    }
-  }
+  return place >= 0 ? place : shape.count();
 }
 
 }  // namespace weft

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of launch.hpp. place.cuh, spread.cuh, share_out.cuh and assign.cuh have the kernels.
+// The launches of launch.hpp and their kernels, of the functions of place.cuh, spread.cuh,
+// share_out.cuh and assign.cuh. fused.cuh calls the same functions in a larger launch.
 #include <algorithm>
 #include <string>
 
@@ -13,6 +14,82 @@
 
 namespace weft {
 namespace {
+
+extern __shared__ int32_t balance_shared[];
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kPlaceThreads)
+    place_kernel(const __grid_constant__ BalanceLaunch call) {
+  __shared__ int32_t loads[kMostBalancedRanks];
+  __shared__ int32_t outcome[kPlaceWarps];
+  __shared__ int32_t moved[2 * kMostBalancedRanks];
+  sum_sources(call, balance_shared);
+  place_replicas<kPerLane>(call, {balance_shared, loads, outcome, moved});
+}
+
+__global__ void __launch_bounds__(kPlaceThreads)
+    spread_kernel(const __grid_constant__ SpreadLaunch call) {
+  __shared__ int32_t loads[kMaxDomainRanks];
+  const PhysicalExperts& shape = call.balance.shape;
+  const SpreadShared shared = spread_shared(shape, balance_shared);
+  sum_sources(call.balance, shared.rows);
+  spread_rows(call.balance, shared, loads, call.placement);
+  for (int i = static_cast<int>(threadIdx.x); i < shape.count(); i += kPlaceThreads) {
+    call.balance.rows[i] = shared.here[i];
+  }
+}
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kShareThreads)
+    share_out_kernel(const __grid_constant__ BalanceLaunch call) {
+  const int warp = static_cast<int>(blockIdx.x) * kShareWarps + warp_in_block();
+  if (warp < call.shape.num_experts) {
+    share_expert<kPerLane>(call, warp);
+  } else if (warp < call.shape.count()) {
+    clear_empty(call, warp - call.shape.num_experts);
+  }
+}
+
+__global__ void __launch_bounds__(kAssignThreads)
+    count_routes_kernel(const __grid_constant__ AssignLaunch call) {
+  const int num_experts = call.shape.num_experts;
+  const auto thread = static_cast<int>(threadIdx.x);
+  clear_counts(balance_shared, num_experts);
+  __syncthreads();
+  count_span(call, routes_of_block(call), thread, kAssignThreads, balance_shared);
+  __syncthreads();
+  int32_t* const of_block = call.block_counts + static_cast<size_t>(blockIdx.x) * num_experts;
+  for (int expert = thread; expert < num_experts; expert += kAssignThreads) {
+    const int32_t count = balance_shared[expert];
+    of_block[expert] = count;
+    if (count != 0) {
+      atomicAdd(call.counts + expert, count);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kAssignThreads)
+    assign_routes_kernel(const __grid_constant__ AssignLaunch call) {
+  const AssignShared shared = load_places(call, balance_shared);
+  const int warp = warp_in_block();
+  const int lane = lane_index();
+  const PartSpan block = routes_of_block(call);
+  const PartSpan routes =
+      part_span(block.first, block.last, kAssignWarps, static_cast<uint32_t>(warp));
+  int32_t* const counts = shared.counts + warp * call.shape.num_experts;
+  count_span(call, routes, lane, kWarpLanes, counts);
+  __syncthreads();
+  sum_up(call, shared);
+  for (int32_t first = routes.first; first < routes.last; first += kWarpLanes) {
+    const int32_t route = first + lane;
+    const bool is_mine = route < routes.last;
+    const int32_t expert = is_mine ? expert_of(call, route) : -1;
+    const int32_t place = assign_step(call.shape, shared, counts, expert);
+    if (is_mine) {
+      call.physical[route] = place;
+    }
+  }
+}
 
 bool is_wide(const PhysicalExperts& shape) {
   return shape.num_ranks > kWarpLanes;

@@ -229,17 +229,23 @@ __device__ inline int32_t most_moved(const BalanceLaunch& call, int32_t* moved) 
   return most;
 }
 
+struct PlaceShared {
+  int32_t* rows;     // [num_experts] of all sources; place_shared_bytes() from there on
+  int32_t* loads;    // [num_ranks]
+  int32_t* outcome;  // [kPlaceWarps]
+  int32_t* moved;    // [2 * num_ranks]
+};
+
+// All threads of a block, once `rows` of all experts are there.
 template <int kPerLane>
-__global__ void __launch_bounds__(kPlaceThreads)
-    place_kernel(const __grid_constant__ BalanceLaunch call) {
-  extern __shared__ int32_t place_shared[];
-  __shared__ int32_t loads[kMostBalancedRanks];
-  __shared__ int32_t outcome[kPlaceWarps];
-  __shared__ int32_t moved[2 * kMostBalancedRanks];
-  int32_t* const rows = place_shared;
+__device__ __forceinline__ void place_replicas(
+    const BalanceLaunch& call, const PlaceShared& shared
+) {
+  int32_t* const rows = shared.rows;
+  int32_t* const loads = shared.loads;
+  int32_t* const outcome = shared.outcome;
   const int warp = warp_in_block();
   const PlacedRows own = placed_rows(call.shape, rows, warp);
-  sum_sources(call, rows);
   sum_ranks(call.shape, rows, loads);
   publish(call, {rows, nullptr, nullptr});
 
@@ -277,7 +283,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
     __syncthreads();  // before the next round overwrites it
   }
   if (call.replica_rows > 0 &&
-      busiest - best <= most_moved(call, moved) * call.replica_rows) {  // see pays_off()
+      busiest - best <= most_moved(call, shared.moved) * call.replica_rows) {  // see pays_off()
     __syncthreads();
     publish(call, {rows, nullptr, nullptr});
   }

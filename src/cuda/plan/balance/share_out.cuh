@@ -210,15 +210,4 @@ inline int share_blocks(const PhysicalExperts& shape) {
   return (shape.count() + kShareWarps - 1) / kShareWarps;
 }
 
-template <int kPerLane>
-__global__ void __launch_bounds__(kShareThreads)
-    share_out_kernel(const __grid_constant__ BalanceLaunch call) {
-  const int warp = static_cast<int>(blockIdx.x) * kShareWarps + warp_in_block();
-  if (warp < call.shape.num_experts) {
-    share_expert<kPerLane>(call, warp);
-  } else if (warp < call.shape.count()) {
-    clear_empty(call, warp - call.shape.num_experts);
-  }
-}
-
 }  // namespace weft

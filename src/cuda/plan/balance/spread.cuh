@@ -41,9 +41,13 @@ __device__ inline SpreadShared spread_shared(const PhysicalExperts& shape, int32
   return shared;
 }
 
-// All threads: every row at its master, and the placement as it is given.
-__device__ inline void place_given(const SpreadLaunch& call, const SpreadShared& shared) {
-  const PhysicalExperts& shape = call.balance.shape;
+// All threads: every row at its master, and the placement as it is given: placement[i] is of the
+// i-th place for replicas.
+template <class Given>
+__device__ inline void place_given(
+    const BalanceLaunch& call, const SpreadShared& shared, const Given* placement
+) {
+  const PhysicalExperts& shape = call.shape;
   const auto thread = static_cast<int>(threadIdx.x);
   for (int expert = thread; expert < shape.num_experts; expert += kPlaceThreads) {
     shared.here[shape.master_of(expert)] = shared.rows[expert];
@@ -51,9 +55,9 @@ __device__ inline void place_given(const SpreadLaunch& call, const SpreadShared&
   }
   __syncthreads();
   for (int i = thread; i < shape.num_ranks * shape.replicas; i += kPlaceThreads) {
-    const int32_t expert = call.placement[i];
+    const int32_t expert = placement[i];
     shared.experts[i] = expert;
-    call.balance.replicas[i] = expert;
+    call.replicas[i] = expert;
     shared.here[shape.place_of(i / shape.replicas, i % shape.replicas)] = 0;
     if (expert >= 0) {
       shared.spread[expert] = 1;  // has replicas
@@ -158,23 +162,18 @@ __device__ inline void pour_all(
   }
 }
 
-__global__ void __launch_bounds__(kPlaceThreads)
-    spread_kernel(const __grid_constant__ SpreadLaunch call) {
-  extern __shared__ int32_t place_shared[];
-  __shared__ int32_t loads[kMaxDomainRanks];
-  const PhysicalExperts& shape = call.balance.shape;
-  const SpreadShared shared = spread_shared(shape, place_shared);
-  sum_sources(call.balance, shared.rows);
-  sum_ranks(shape, shared.rows, loads);
-  place_given(call, shared);
+// All threads of a block, once `rows` of all experts are there. `loads`: memory for [num_ranks].
+template <class Given>
+__device__ __forceinline__ void spread_rows(
+    const BalanceLaunch& call, const SpreadShared& shared, int32_t* loads, const Given* placement
+) {
+  sum_ranks(call.shape, shared.rows, loads);
+  place_given(call, shared, placement);
   if (warp_in_block() == 0) {
     const int rank = lane_index();
-    pour_all(call.balance, shared, rank < shape.num_ranks ? loads[rank] : 0);
+    pour_all(call, shared, rank < call.shape.num_ranks ? loads[rank] : 0);
   }
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < shape.count(); i += kPlaceThreads) {
-    call.balance.rows[i] = shared.here[i];
-  }
 }
 
 }  // namespace weft
