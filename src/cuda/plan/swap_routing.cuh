@@ -44,16 +44,15 @@ __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch, uint
 
 // A route out of range, as every rank finds it: the one whose it is says which.
 __device__ __noinline__ void raise_bad_route(
-    const PlanLaunch& call, const PlanPlace& place, int route
+    const PlanLaunch& call, const PlanPlace& place, int source, int route
 ) {
-  if (place.is_own(call.me)) {
+  if (source == call.me.rank) {
     const int64_t value = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(route));
     raise_bad_token(
         call.me, place.epoch, FaultKind::kBadIndex, route / call.topk, route % call.topk, value
     );
     return;
   }
-  const auto source = static_cast<int32_t>(place.source);
   const FaultRecord fault = {
       .kind = FaultKind::kRefused, .op = Op::kPlan, .epoch = place.epoch, .peer = source};
   raise_fault(call.me, fault);
@@ -155,9 +154,7 @@ __device__ inline bool read_all(
           // -1 becomes 0.
           if (number + 1 > chosen.count) {
             is_good = false;
-            if (is_planned) {
-              raise_bad_route(call, place, route);
-            }
+            raise_bad_route(call, place, rank, route);
           }
         }
       }

@@ -18,6 +18,15 @@ TEST_F(GpuRoutedFaultTest, RefusesAnIndexOutOfRange) {
   expect_bad_index_is_refused(num_gpus(), [](FaultRank& own) { own.plan_and_dispatch(); });
 }
 
+// One block plans all, and gives up before it comes to the tokens that are at fault.
+TEST_F(GpuRoutedFaultTest, RefusesAnIndexOutOfRangeOnFewMultiprocessors) {
+  expect_bad_index_is_refused(num_gpus(), [](FaultRank& own) {
+    CallOptions call;
+    call.num_sms = 2;
+    own.plan_and_dispatch(call);
+  });
+}
+
 TEST_F(GpuRoutedFaultTest, RefusesWrongArguments) {
   expect_refusal(
       num_gpus(),
