@@ -404,7 +404,12 @@ int run(int argc, char** argv) {
   const auto tell = [&](const Json& latest) {
     rows = latest;
     if (!json_path.empty()) {  // what there is, should the rest not come
-      program::save_results(json_path, rows, {});
+      const auto save = [&](const Group& /*alone*/) {
+        program::save_results(json_path, rows, {});
+        return 0;
+      };
+      // It asks CUDA for the GPUs, and who has used CUDA must not fork ranks that use it.
+      static_cast<void>(run_forked(1, save));
     }
   };
   const auto tell_more = [&](const Json& more) {
