@@ -51,6 +51,8 @@ class Survival {
   // --- this rank's thread ---
   [[nodiscard]] const std::vector<int>& members() const { return members_.ranks; }
   [[nodiscard]] bool is_lost(int rank) const { return !members_.has(rank); }
+  // Not threads of one.
+  [[nodiscard]] bool are_processes() const { return !group_.topology().one_process; }
   [[nodiscard]] uint64_t epoch() const { return members_.epoch; }
   // Since the last call of it, members were lost that had not ended: they may still write where
   // they could.

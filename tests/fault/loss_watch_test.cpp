@@ -44,9 +44,11 @@ class Watched {
   void leave() { watch_.reset(); }
 
   // Rank r has ended call 10 + r, and its calls from 8 + r on are void.
-  [[nodiscard]] std::optional<LossWatch::Calls> settle(ErrorCode cause = ErrorCode::kPeerFailed) {
+  [[nodiscard]] std::optional<LossWatch::Calls> settle(
+      ErrorCode cause = ErrorCode::kPeerFailed, std::optional<int> late = std::nullopt
+  ) {
     const auto agreed =
-        watch_->settle("plan", cause, calls_of(static_cast<uint64_t>(context_.rank)));
+        watch_->settle("plan", cause, calls_of(static_cast<uint64_t>(context_.rank)), late);
     watch_->resume();
     return watch_->has_news() ? std::nullopt : agreed;
   }
@@ -177,6 +179,23 @@ TEST(LossWatchTest, AMaskedRankHearsOfIt) {
     const bool is_told =
         heard && heard->is_peer_error && heard->text.find("was given up by") != std::string::npos;
     return verdict(1, is_told ? "" : text_of(heard));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+// It lives, and its thread shows that, but it does not come to a call.
+TEST(LossWatchTest, ARankThatMakesNoCallsIsGivenUp) {
+  const auto statuses = run_forked(3, [](const Group& group) {
+    Watched own(group);
+    group.barrier();
+    if (group.rank() != 1) {
+      return verdict(group.rank(), own.problem(own.settle(ErrorCode::kTimeout, 1), {0, 2}, 0b10));
+    }
+    const bool has_news = own.watch().await_news(kSoon);
+    const auto heard = thrown_by([&] { static_cast<void>(own.settle()); });
+    const bool is_told =
+        heard && heard->is_peer_error && heard->text.find("was given up by") != std::string::npos;
+    return verdict(1, has_news && is_told ? "" : text_of(heard));
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }

@@ -166,8 +166,8 @@ class CudaExchange final : public Executor {
   // any more, until go_on_without().
   void stop_for_loss();
   // If ranks are lost: waits for those that are left, and throws Error (kRanksLost) when the next
-  // call can be made without the lost ones. Returns if none is.
-  void look_for_losses(Op op, ErrorCode cause);
+  // call can be made without the lost ones. Returns if none is. `late` as for LossWatch::settle().
+  void look_for_losses(Op op, ErrorCode cause, std::optional<int> late = std::nullopt);
   // Throws Error (kRanksLost): members have agreed that they go on with those that are left.
   [[noreturn]] void raise_losses(
       Op op, const LossWatch::Calls& own, const LossWatch::Calls& agreed

@@ -211,7 +211,14 @@ void CudaExchange::throw_fault() {
     // A rank that knows of a loss before this one does says no more than that it refuses.
     const bool may_be_news = record.kind == FaultKind::kRefused && survey.refusal.empty();
     if (is_of_rank || (may_be_news && losses_->await_news(std::chrono::milliseconds(100)))) {
-      look_for_losses(record.op, is_late ? ErrorCode::kTimeout : ErrorCode::kPeerFailed);
+      // Who has said nothing in a call, not even that it makes it, has not begun it.
+      const bool has_not_begun = is_late && (record.waiting_for == WaitFor::kWord ||
+                                             record.waiting_for == WaitFor::kRouting);
+      look_for_losses(
+          record.op,
+          is_late ? ErrorCode::kTimeout : ErrorCode::kPeerFailed,
+          has_not_begun ? std::optional(peer) : std::nullopt
+      );
     }
   }
   // Nothing was harmed if all ranks gave the call up, and count it.

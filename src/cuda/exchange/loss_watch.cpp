@@ -2,6 +2,7 @@
 #include "cuda/exchange/loss_watch.hpp"
 
 #include <algorithm>
+#include <array>
 
 #include "core/check.hpp"
 #include "core/clock.hpp"
@@ -99,12 +100,14 @@ void LossWatch::mask(std::span<const int> ranks) {
 }
 
 std::optional<LossWatch::Calls> LossWatch::settle(
-    std::string_view op, ErrorCode cause, const Calls& own
+    std::string_view op, ErrorCode cause, const Calls& own, std::optional<int> late
 ) {
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   survival_.begin_call();
-  if (cause == ErrorCode::kTimeout) {  // a stopped rank is given up once it was silent so long
+  if (late && survival_.are_processes()) {
+    survival_.give_up(std::array{*late});
+  } else if (cause == ErrorCode::kTimeout) {  // a stopped rank, once it was silent so long
     const Deadline deadline(timeout_);
     vigil_.begin = Clock::now();
     while (!survival_.is_over(vigil_) && survival_.trouble() == Survival::Trouble::kNone &&

@@ -63,10 +63,13 @@ class LossWatch {
       return static_cast<int64_t>(agreed.last - last);
     }
   };
-  // Waits until those that are left are agreed on. -> the latest last and the earliest first_void
-  // of all; nothing: no rank is lost. Throws PeerError if this rank is, TimeoutError if others have
-  // not come.
-  [[nodiscard]] std::optional<Calls> settle(std::string_view op, ErrorCode cause, const Calls& own);
+  // Waits until those that are left are agreed on. `late`: a rank that has not begun the call
+  // within the deadline, and is given up unless it is a thread of this process. -> the latest last
+  // and the earliest first_void of all; nothing: no rank is lost. Throws PeerError if this rank is,
+  // TimeoutError if others have not come.
+  [[nodiscard]] std::optional<Calls> settle(
+      std::string_view op, ErrorCode cause, const Calls& own, std::optional<int> late = std::nullopt
+  );
   // Waits until all members are here, with their calls ended. Otherwise as settle(): ranks are
   // lost, and who is here has no more to say than those that are in a call.
   [[nodiscard]] std::optional<Calls> assemble(std::string_view op, const Calls& own);

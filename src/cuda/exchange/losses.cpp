@@ -82,7 +82,7 @@ void CudaExchange::await_last_call() const {
   static_cast<void>(cudaGetLastError());  // it is no error of the next launch
 }
 
-void CudaExchange::look_for_losses(Op op, ErrorCode cause) {
+void CudaExchange::look_for_losses(Op op, ErrorCode cause, std::optional<int> late) {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
   stop_for_loss();
@@ -91,7 +91,7 @@ void CudaExchange::look_for_losses(Op op, ErrorCode cause) {
   try {
     await_last_call();
     own = own_calls();
-    agreed = losses_->settle(op_name(op), cause, own);
+    agreed = losses_->settle(op_name(op), cause, own, late);
   } catch (const Error&) {
     set_broken();
     throw;

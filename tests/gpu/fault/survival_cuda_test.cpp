@@ -315,6 +315,23 @@ TEST_F(GpuSurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
   expect_the_rest_goes_on(own, stop);
 }
 
+// It lives, and its memory can be reached.
+TEST_F(GpuSurvivalTest, ARankThatMakesNoCallsIsGivenUp) {
+  const ExchangeSetup own = setup(4s);
+  const CaseData all = case_without(own, {});
+  const auto sleep = [&](const Group&, std::optional<Exchange>& exchange) {
+    std::this_thread::sleep_for(12s);
+    const auto heard = thrown_by([&] { static_cast<void>(run_cases(*exchange, {&all, 1})); });
+    const bool is_told =
+        heard && heard->is_peer_error && heard->text.find("was given up by") != std::string::npos;
+    if (!is_told) {
+      fmt::print(stderr, "rank 1 heard '{}'\n", text_of(heard));
+    }
+    return is_told ? 0 : 1;
+  };
+  expect_the_rest_goes_on(own, sleep);
+}
+
 TEST_F(GpuSurvivalTest, AMaskedRankIsLost) {
   const ExchangeSetup own = setup();
   const CaseData all = case_without(own, {});
