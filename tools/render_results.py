@@ -44,6 +44,8 @@ COST = {"case": "case", "samples": ("samples", 0), "without, p50 us": ("us_p50_f
 COST |= {"more, us": ("more_us", 1), "more, %": ("more_percent", 2)}
 RELAYS = {"replicas": ("replicas", 0), "relays": "mode", "rounds": ("rounds", 0), "busiest rank, MB": ("busiest_bytes", 0, 1e-6)}
 RELAYS |= {"of another domain, MB": ("busiest_crossing_bytes", 0, 1e-6), "p50 ms": ("us_p50", 1, 1e-3), "p99 ms": ("us_p99", 1, 1e-3)}
+PRODUCT = {"product": "product", "type": "dtype", "inner size": ("inner", 0), "outer size": ("outer", 0)}
+PRODUCT |= {"same bits from so many rows on": "rows_from", "at another place": "moves", "beside other experts' rows": "beside"}
 STEP = {"mode": "mode", "s/step": ("seconds", 4), "times faster": ("ratio", 2)}
 STEP |= {"exchange, % of step": ("exchange_of_step", 1, 100), "moving, % of step": ("moving_of_step", 1, 100)}
 STEP |= {"exposed, % of exchange": ("exposed_of_exchange", 1, 100), "% of step": ("exposed_of_step", 1, 100)}
@@ -143,6 +145,8 @@ def kind_of(row, run):
     if row["op"] == "push_weights":
         where = f"{row['ranks']} ranks in {row['domains']} domain{'s' if row['domains'] > 1 else ''} ({row['executor']}, {row['transport']})"
         return f"An expert of {row['expert_bytes'] / 1e6:,.0f} MB from one of {where}", RELAYS, row
+    if row["op"] == "product_rows":
+        return f"Rows of experts' products, alone and among others ({row['executor']}, torch {run['torch']})", PRODUCT, row
     if row["op"] in ("link", "signal"):  # between GPUs; moves no tokens
         return f"{row['ranks']} GPUs, {row['mode']}", CALL, row
     rival = row.get("rival", {"name": None, "us_p50": None})
