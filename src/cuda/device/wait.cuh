@@ -70,6 +70,7 @@ __device__ __forceinline__ bool is_lost(const RankView& me, int rank) {
   return (lost_ranks(me) >> static_cast<uint32_t>(rank) & 1U) != 0;
 }
 
+// The host finds it in the record, whose kind is there last.
 __device__ inline void tell_fault(const RankView& me, const FaultRecord& fault) {
   FaultRecord told = fault;
   told.kind = FaultKind::kNone;

@@ -20,7 +20,6 @@
 #include "group/control_plane.hpp"
 
 namespace weft {
-
 namespace {
 
 // Plans that may be alive before more memory is asked for, in so many bytes at most.

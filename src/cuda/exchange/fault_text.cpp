@@ -141,9 +141,8 @@ std::string problem_text(
     case FaultKind::kOldPlan:
       return "ranks were lost or came back since the plan was made (make it again)";
     case FaultKind::kOldGraph:
-      return "a replayed graph was captured before a lost rank came back, by other addresses of "
-             "its "
-             "memory (capture it again; with WEFT_GPU_TRANSPORT=vmm they stay)";
+      return "a replayed graph was captured before a lost rank came back, whose memory has other "
+             "addresses now (capture it again; with WEFT_GPU_TRANSPORT=vmm they stay)";
     case FaultKind::kNone:
       break;
   }
