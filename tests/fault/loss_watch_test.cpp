@@ -381,8 +381,9 @@ TEST(LossWatchTest, WhoHasWaitedInVainMeetsWhoComesLater) {
     static_cast<void>(own.watch().await_news(kSoon));
     std::string problem = own.problem(own.settle(), {0, 2, 3}, 0b10);
     problem += own.watch().assemble("readmit", {}) ? "heard of another loss; " : "";
+    std::jthread others;  // what becomes of them
     if (group.rank() == 0) {
-      std::thread([&] {
+      others = std::jthread([&] {
         const auto dying = block_value<pid_t>(pids[2], 2, Context{});
         const auto stopped = block_value<pid_t>(pids[3], 3, Context{});
         std::this_thread::sleep_for(1500ms);
@@ -392,7 +393,7 @@ TEST(LossWatchTest, WhoHasWaitedInVainMeetsWhoComesLater) {
         ::kill(stopped, SIGCONT);
         std::this_thread::sleep_for(200ms);
         letter->send(own.watch().invitation());
-      }).detach();
+      });
     }
     Met met;
     own.watch().check_back(std::array{1}, own.watch().readmit(std::array{1}, met.connect()));
