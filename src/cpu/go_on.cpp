@@ -146,16 +146,7 @@ void CpuExchange::readmit(std::span<const int> ranks) {
     return;
   }
   check();
-  for (const int rank : ranks) {
-    WEFT_CHECK_ARG(
-        context_,
-        rank >= 0 && rank < context_.num_ranks && survival_->is_lost(rank),
-        "readmit: rank {} (expected ranks that are lost; {} of {} are left)",
-        rank,
-        survival_->members().size(),
-        context_.num_ranks
-    );
-  }
+  survival_->check_lost(ranks);
   if (ranks.empty()) {
     return;
   }
@@ -164,23 +155,7 @@ void CpuExchange::readmit(std::span<const int> ranks) {
   const std::vector<int> missing = survival_->readmit(ranks);
   reconnect_at_last(num_calls);
   tell_losses();
-  for (const int rank : ranks) {
-    WEFT_CHECK(
-        context_,
-        survival_->has_come(rank),
-        ErrorCode::kTimeout,
-        "readmit: {} did not come within {}",
-        rank_list(missing.empty() ? ranks : missing),
-        seconds_text(settings_.timeout)
-    );
-    WEFT_CHECK(
-        context_,
-        !survival_->is_lost(rank),
-        ErrorCode::kPeerFailed,
-        "readmit: rank {} was lost again",
-        rank
-    );
-  }
+  survival_->check_back(ranks, missing);
 }
 
 bool CpuExchange::grow(int64_t max_tokens, int max_topk) {

@@ -125,6 +125,35 @@ std::vector<int> Survival::readmit(std::span<const int> ranks) {
   return missing;
 }
 
+void Survival::check_lost(std::span<const int> ranks) const {
+  for (const int rank : ranks) {
+    WEFT_CHECK_ARG(
+        context_,
+        rank >= 0 && rank < context_.num_ranks && is_lost(rank),
+        "readmit: rank {} (expected ranks that are lost; {} of {} are left)",
+        rank,
+        members_.ranks.size(),
+        context_.num_ranks
+    );
+  }
+}
+
+void Survival::check_back(std::span<const int> ranks, std::span<const int> missing) const {
+  for (const int rank : ranks) {
+    WEFT_CHECK(
+        context_,
+        has_come(rank),
+        ErrorCode::kTimeout,
+        "readmit: {} did not come within {}",
+        rank_list(missing.empty() ? ranks : missing),
+        seconds_text(timeout_)
+    );
+    WEFT_CHECK(
+        context_, !is_lost(rank), ErrorCode::kPeerFailed, "readmit: rank {} was lost again", rank
+    );
+  }
+}
+
 bool Survival::has_come(int rank) const {
   const auto at = static_cast<size_t>(rank);
   return members_.lives[at] > before_.lives[at];

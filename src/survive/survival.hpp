@@ -77,6 +77,11 @@ class Survival {
   // After begin_call(): waits until these ask to be taken in and are, or a member has waited for
   // the timeout. Either holds on all members when the call is finished. Returns who is missing.
   [[nodiscard]] std::vector<int> readmit(std::span<const int> ranks);
+  // Throws Error (kInvalidArgument) unless all these are lost.
+  void check_lost(std::span<const int> ranks) const;
+  // Once readmit() has returned `missing` and the call is finished. Throws TimeoutError if one of
+  // `ranks` did not come, PeerError if it was lost again.
+  void check_back(std::span<const int> ranks, std::span<const int> missing) const;
   // The rank has been taken in since begin_call(), even if it was lost again.
   [[nodiscard]] bool has_come(int rank) const;
   [[nodiscard]] std::string invitation() const;

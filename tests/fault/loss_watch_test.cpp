@@ -230,6 +230,16 @@ TEST(LossWatchTest, FindsNothingWhereNobodyIsLost) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
+// Rank 1 is killed, and the others agree. -> what is wrong.
+std::string lose_rank_1(Watched& own, const Group& group, const std::vector<int>& alive) {
+  group.barrier();
+  if (group.rank() == 1) {
+    static_cast<void>(::raise(SIGKILL));
+  }
+  static_cast<void>(own.watch().await_news(kSoon));
+  return own.problem(own.settle(), alive, 0b10);
+}
+
 // What a rank that meets others has heard of them, and who they are.
 struct Met {
   std::vector<int> ranks;
@@ -270,12 +280,7 @@ TEST(LossWatchTest, ANewProcessMeetsThoseThatAreLeft) {
   });
   const auto statuses = run_forked(3, [&](const Group& group) {
     Watched own(group);
-    group.barrier();
-    if (group.rank() == 1) {
-      static_cast<void>(::raise(SIGKILL));
-    }
-    static_cast<void>(own.watch().await_news(kSoon));
-    std::string problem = own.problem(own.settle(), {0, 2}, 0b10);
+    std::string problem = lose_rank_1(own, group, {0, 2});
     if (group.rank() == 2) {
       letter->send(own.watch().invitation());
     }
@@ -306,12 +311,7 @@ TEST(LossWatchTest, WhoWaitsForANewProcessHearsOfALoss) {
   });
   const auto statuses = run_forked(4, [&](const Group& group) {
     Watched own(group);
-    group.barrier();
-    if (group.rank() == 1) {
-      static_cast<void>(::raise(SIGKILL));
-    }
-    static_cast<void>(own.watch().await_news(kSoon));
-    std::string problem = own.problem(own.settle(), {0, 2, 3}, 0b10);
+    std::string problem = lose_rank_1(own, group, {0, 2, 3});
     if (group.rank() == 3) {
       std::this_thread::sleep_for(30ms);
       static_cast<void>(::raise(SIGKILL));
@@ -335,12 +335,7 @@ TEST(LossWatchTest, WhoWaitsForANewProcessHearsOfALoss) {
 TEST(LossWatchTest, WhoHasComeToReadmitAndDiesIsLostToThoseInACall) {
   const auto statuses = run_forked(4, [](const Group& group) {
     Watched own(group, 3s);
-    group.barrier();
-    if (group.rank() == 1) {
-      static_cast<void>(::raise(SIGKILL));
-    }
-    static_cast<void>(own.watch().await_news(kSoon));
-    std::string problem = own.problem(own.settle(), {0, 2, 3}, 0b10);
+    std::string problem = lose_rank_1(own, group, {0, 2, 3});
     if (group.rank() == 3) {
       std::thread([] {
         std::this_thread::sleep_for(100ms);
@@ -375,11 +370,7 @@ TEST(LossWatchTest, WhoHasWaitedInVainMeetsWhoComesLater) {
     Watched own(group, group.rank() == 0 ? 2s : 20s);
     const pid_t pid = ::getpid();
     const auto pids = group.all_gather(std::as_bytes(std::span(&pid, 1)));
-    if (group.rank() == 1) {
-      static_cast<void>(::raise(SIGKILL));
-    }
-    static_cast<void>(own.watch().await_news(kSoon));
-    std::string problem = own.problem(own.settle(), {0, 2, 3}, 0b10);
+    std::string problem = lose_rank_1(own, group, {0, 2, 3});
     problem += own.watch().assemble("readmit", {}) ? "heard of another loss; " : "";
     std::jthread others;  // what becomes of them
     if (group.rank() == 0) {
@@ -408,12 +399,7 @@ TEST(LossWatchTest, WhoHasWaitedInVainMeetsWhoComesLater) {
 TEST(LossWatchTest, SaysWhoDoesNotComeBack) {
   const auto statuses = run_forked(3, [](const Group& group) {
     Watched own(group, 1s);
-    group.barrier();
-    if (group.rank() == 1) {
-      static_cast<void>(::raise(SIGKILL));
-    }
-    static_cast<void>(own.watch().await_news(kSoon));
-    std::string problem = own.problem(own.settle(), {0, 2}, 0b10);
+    std::string problem = lose_rank_1(own, group, {0, 2});
     Met met;
     const std::vector<int> missing = own.watch().readmit(std::array{1}, met.connect());
     const auto heard = thrown_by([&] { own.watch().check_back(std::array{1}, missing); });

@@ -171,25 +171,14 @@ std::vector<int> LossWatch::readmit(std::span<const int> ranks, const Connect& c
   return missing;
 }
 
+void LossWatch::check_lost(std::span<const int> ranks) const {
+  const std::lock_guard lock(mutex_);
+  survival_.check_lost(ranks);
+}
+
 void LossWatch::check_back(std::span<const int> ranks, std::span<const int> missing) const {
   const std::lock_guard lock(mutex_);
-  for (const int rank : ranks) {
-    WEFT_CHECK(
-        context_,
-        survival_.has_come(rank),
-        ErrorCode::kTimeout,
-        "readmit: {} did not come within {}",
-        rank_list(missing.empty() ? ranks : missing),
-        seconds_text(timeout_)
-    );
-    WEFT_CHECK(
-        context_,
-        !survival_.is_lost(rank),
-        ErrorCode::kPeerFailed,
-        "readmit: rank {} was lost again",
-        rank
-    );
-  }
+  survival_.check_back(ranks, missing);
 }
 
 void LossWatch::meet(const Connect& connect) {

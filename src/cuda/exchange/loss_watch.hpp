@@ -82,8 +82,8 @@ class LossWatch {
   // rank has left.
   using Connect = std::function<void(const Group& members, const Meeting& who)>;
   [[nodiscard]] std::vector<int> readmit(std::span<const int> ranks, const Connect& connect);
-  // Afterwards, the same on all members. Throws TimeoutError if one of `ranks` did not come,
-  // PeerError if it was lost again.
+  // Before and after that, as Survival has them.
+  void check_lost(std::span<const int> ranks) const;
   void check_back(std::span<const int> ranks, std::span<const int> missing) const;
   // A rank that joins again meets the members. `connect` is called on all members, once more with
   // those that are left if ranks are lost meanwhile; what lost ones say in an all_gather of its

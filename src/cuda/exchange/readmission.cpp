@@ -186,16 +186,7 @@ void CudaExchange::readmit(std::span<const int> ranks) {
     return;
   }
   check();
-  for (const int rank : ranks) {
-    WEFT_CHECK_ARG(
-        context_,
-        rank >= 0 && rank < context_.num_ranks && (lost_ >> static_cast<uint32_t>(rank) & 1U) != 0,
-        "readmit: rank {} (expected ranks that are lost; {} of {} are left)",
-        rank,
-        losses_->report().alive.size(),
-        context_.num_ranks
-    );
-  }
+  losses_->check_lost(ranks);
   if (ranks.empty()) {
     return;
   }

@@ -45,6 +45,17 @@ CaseData case_without(const ExchangeSetup& setup, const std::vector<int>& lost) 
   return make_case_data(setup, spec);
 }
 
+// Of a rank that makes a call when the others have given it up: 0 if it is told so.
+int status_of_given_up(Exchange& exchange, const CaseData& data) {
+  const auto heard = thrown_by([&] { static_cast<void>(run_cases(exchange, {&data, 1})); });
+  const bool is_told =
+      heard && heard->is_peer_error && heard->text.find("was given up by") != std::string::npos;
+  if (!is_told) {
+    fmt::print(stderr, "rank 1 heard '{}'\n", text_of(heard));
+  }
+  return is_told ? 0 : 1;
+}
+
 class GpuSurvivalTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -304,13 +315,7 @@ TEST_F(GpuSurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
       ::_exit(0);
     }
     static_cast<void>(::raise(SIGSTOP));
-    const auto heard = thrown_by([&] { static_cast<void>(run_cases(*exchange, {&all, 1})); });
-    const bool is_told =
-        heard && heard->is_peer_error && heard->text.find("was given up by") != std::string::npos;
-    if (!is_told) {
-      fmt::print(stderr, "rank 1 heard '{}'\n", text_of(heard));
-    }
-    return is_told ? 0 : 1;
+    return status_of_given_up(*exchange, all);
   };
   expect_the_rest_goes_on(own, stop);
 }
@@ -321,13 +326,7 @@ TEST_F(GpuSurvivalTest, ARankThatMakesNoCallsIsGivenUp) {
   const CaseData all = case_without(own, {});
   const auto sleep = [&](const Group&, std::optional<Exchange>& exchange) {
     std::this_thread::sleep_for(12s);
-    const auto heard = thrown_by([&] { static_cast<void>(run_cases(*exchange, {&all, 1})); });
-    const bool is_told =
-        heard && heard->is_peer_error && heard->text.find("was given up by") != std::string::npos;
-    if (!is_told) {
-      fmt::print(stderr, "rank 1 heard '{}'\n", text_of(heard));
-    }
-    return is_told ? 0 : 1;
+    return status_of_given_up(*exchange, all);
   };
   expect_the_rest_goes_on(own, sleep);
 }
