@@ -39,21 +39,11 @@ class GpuBalanceTest : public GpuParamTest<int> {
     std::vector<CaseData> cases;
     for (uint64_t seed = 60'000; cases.size() < num_cases; ++seed) {
       Case spec = seed % 8 == 5 ? random_case(setup, seed) : balanced_case(setup, seed);
-      spec.layout = layout;
+      make_routed(spec, layout, seed, seed % 5 == 3, setup.hidden);
       const bool is_by_choice = layout != Layout::kRankMajor && seed % 3 == 1;
       spec.order = is_by_choice ? SumOrder::kTopk : SumOrder::kRank;
       spec.index = seed % 4 < 2 ? IndexKind::kInt64 : IndexKind::kInt32;
-      spec.room = seed % 3 == 0 ? Room::kOneRowShort : Room::kSpare;
-      spec.dtype = seed % 5 == 3 ? DType::kByte : DType::kBFloat16;
-      spec.byte_cols = setup.hidden;
-      spec.calls = spec.dtype == DType::kByte || seed % 2 == 0 ? "d" : "dc";
-      spec.is_routed = true;
       spec.receives_later = spec.calls == "d" && seed % 4 == 2;  // with replicas all at once
-      spec.is_late = seed % 5 == 0;
-      if (layout == Layout::kRankMajor) {
-        spec.pad_multiple = 1;
-        spec.scale = CombineScale::kNone;
-      }
       cases.push_back(make_case_data(setup, spec));
     }
     return cases;

@@ -21,14 +21,10 @@ std::vector<CaseData> copied_cases(const ExchangeSetup& setup, DType dtype, Layo
                           static_cast<uint64_t>(dtype) * 20 + static_cast<uint64_t>(layout) * 4 + i;
     Case spec = random_case(setup, seed);
     spec.dtype = dtype;
-    spec.layout = layout;
+    set_layout(spec, layout);
     spec.byte_cols = setup.hidden;
     spec.calls = dtype == DType::kByte ? "dd" : kCalls[i];
     spec.is_late = i % 2 == 1;
-    if (layout == Layout::kRankMajor) {
-      spec.pad_multiple = 1;
-      spec.scale = CombineScale::kNone;
-    }
     cases.push_back(make_case_data(setup, spec));
   }
   return cases;

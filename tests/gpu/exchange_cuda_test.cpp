@@ -39,18 +39,8 @@ std::vector<CaseData> routed_cases(const ExchangeSetup& setup, Layout layout, ui
   std::vector<CaseData> cases;
   for (uint64_t seed = 0; cases.size() < num_cases; ++seed) {
     Case spec = random_case(setup, 40'000 + seed);
-    spec.layout = layout;
+    make_routed(spec, layout, seed, seed % 4 == 3, setup.hidden);
     spec.index = seed % 2 == 0 ? IndexKind::kInt64 : IndexKind::kInt32;
-    spec.room = seed % 3 == 0 ? Room::kOneRowShort : Room::kSpare;
-    spec.dtype = seed % 4 == 3 ? DType::kByte : DType::kBFloat16;
-    spec.byte_cols = setup.hidden;
-    spec.calls = spec.dtype == DType::kByte || seed % 2 == 0 ? "d" : "dc";
-    spec.is_routed = true;
-    spec.is_late = seed % 5 == 0;
-    if (layout == Layout::kRankMajor) {
-      spec.pad_multiple = 1;
-      spec.scale = CombineScale::kNone;
-    }
     cases.push_back(make_case_data(setup, spec));
   }
   return cases;

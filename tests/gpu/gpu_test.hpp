@@ -63,6 +63,26 @@ using GpuParamTest = GpuTestOf<testing::TestWithParam<Parameter>>;
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
 }
 
+// What a layout cannot have goes.
+inline void set_layout(Case& spec, Layout layout) {
+  spec.layout = layout;
+  if (layout == Layout::kRankMajor) {
+    spec.pad_multiple = 1;
+    spec.scale = CombineScale::kNone;
+  }
+}
+
+// A plan and dispatch in one call, some of bytes.
+inline void make_routed(Case& spec, Layout layout, uint64_t seed, bool is_of_bytes, int64_t cols) {
+  set_layout(spec, layout);
+  spec.room = seed % 3 == 0 ? Room::kOneRowShort : Room::kSpare;
+  spec.dtype = is_of_bytes ? DType::kByte : DType::kBFloat16;
+  spec.byte_cols = cols;
+  spec.calls = is_of_bytes || seed % 2 == 0 ? "d" : "dc";
+  spec.is_routed = true;
+  spec.is_late = seed % 5 == 0;
+}
+
 // Reports failures, and when to stop: each may have cost a timeout.
 class FailureCount {
  public:
