@@ -20,13 +20,9 @@ std::vector<CaseData> matrix_cases(const ExchangeSetup& setup, DType dtype, Layo
   for (uint64_t i = 0; i < 4; ++i) {
     Case spec = random_case(setup, seed + i);
     spec.dtype = dtype;
-    spec.layout = layout;
+    set_layout(spec, layout);
     if (dtype == DType::kByte) {
       spec.calls = "dd";
-    }
-    if (layout == Layout::kRankMajor) {
-      spec.pad_multiple = 1;
-      spec.scale = CombineScale::kNone;
     }
     cases.push_back(make_case_data(setup, spec));
   }

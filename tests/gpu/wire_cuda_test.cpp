@@ -24,13 +24,9 @@ std::vector<CaseData> wire_cases(const ExchangeSetup& setup, Wire wire, uint64_t
       spec.dtype = DType::kBFloat16;
       spec.calls = cases.size() % 2 == 0 ? "cdc" : "cc";
       spec.wire = wire;
-      spec.layout = layout;
       spec.scale = scale;
       spec.has_plan_weights = true;
-      if (layout == Layout::kRankMajor) {
-        spec.pad_multiple = 1;
-        spec.scale = CombineScale::kNone;
-      }
+      set_layout(spec, layout);
       cases.push_back(make_case_data(setup, spec));
     }
   }
