@@ -11,9 +11,11 @@ call queues on the GPU (gpu_items: kernels, copies and memsets, by the profiler,
 slower once it has been used: so when all times are taken). Modes: "eager": call after call, the
 GPU behind its host. "graph1": one captured call, replayed. "graph": eight calls of different inputs
 in one graph, each an eighth of the replay. "first": the host time of the first call, and the bytes
-that the buffer holds after it. On CPU tensors (--device cpu) there are host times only. What these
-ways of timing cost by themselves is case "none", an empty kernel instead of a call: "empty" of one
-thread, "empty_wide" of 512 on each multiprocessor (whose launch from Python is not timed).
+that the buffer holds after it. "profiled": means of calls of a cold host under the profiler, and
+how much of that are launches, outputs of torch's allocator, and events and streams. On CPU tensors
+(--device cpu) there are host times only. What these ways of timing cost by themselves is case
+"none", an empty kernel instead of a call: "empty" of one thread, "empty_wide" of 512 on each
+multiprocessor (whose launch from Python is not timed).
 """
 
 from __future__ import annotations
@@ -413,6 +415,31 @@ def gpu_items(door: Door) -> int:
     return sum(event.device_type() == torch.autograd.DeviceType.CUDA for event in events)
 
 
+def host_parts(door: Door) -> dict[str, float]:
+    """us of a call's host on this rank, and what it consists of; its waits are in no part."""
+    spent, before = 0.0, host_wait(door.buffer()) or 0.0
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profile:
+        for given in door.inputs:
+            start = time.perf_counter()
+            kept = door.call(given)
+            spent += 1e6 * (time.perf_counter() - start)
+            torch.cuda.synchronize()
+    del kept
+    spent -= (host_wait(door.buffer()) or 0.0) - before
+    averages = profile.key_averages()
+
+    def mean_of(*names: str) -> float:
+        found = sum(one.self_cpu_time_total for one in averages if one.key.startswith(names))
+        return round(found / len(door.inputs), 1)
+
+    parts = {"host_us": round(spent / len(door.inputs), 1)}
+    parts["launches_us"] = mean_of("cudaLaunch", "cuLaunch", "cudaMemcpy", "cudaMemset")
+    parts["outputs_us"] = mean_of("aten::empty", "aten::new_empty", "aten::zeros", "aten::zero_")
+    parts["events_us"] = mean_of("cudaEvent", "cudaStream")
+    return parts
+
+
 def rival_of(row: dict, peers: list[dict]) -> dict:
     key = ("op", "dtype", "ranks", "tokens", "hidden", "experts", "topk")
     for peer in peers:
@@ -422,12 +449,17 @@ def rival_of(row: dict, peers: list[dict]) -> dict:
     return {}
 
 
+def head_of(bench: Bench, door: Door) -> dict:
+    case = bench.case
+    row = {"op": door.op, "case": bench.case_name, "executor": bench.device.type}
+    row |= {"transport": "peer", "layout": "", "dtype": door.dtype, "ranks": bench.world}
+    row |= {"tokens": case.tokens, "hidden": case.hidden, "experts": case.experts}
+    row |= {"topk": case.topk, "pad": 1, "sms": door.sms, "wire_bytes": 0, "logical_bytes": 0}
+    return row | {"checked": False}
+
+
 def measure(bench: Bench, door: Door, rounds: int, first_us: float) -> Iterator[dict]:
-    case, device = bench.case, bench.device
-    row = {"op": door.op, "case": bench.case_name, "executor": device.type, "transport": "peer"}
-    row |= {"layout": "", "dtype": door.dtype, "ranks": bench.world, "tokens": case.tokens}
-    row |= {"hidden": case.hidden, "experts": case.experts, "topk": case.topk, "pad": 1}
-    row |= {"sms": door.sms, "wire_bytes": 0, "logical_bytes": 0, "checked": False}
+    row, device = head_of(bench, door), bench.device
 
     def done(mode: str, times: list[float], **more: Any) -> dict:
         ordered = sorted(times)
@@ -472,7 +504,9 @@ def run(args: argparse.Namespace, device: torch.device) -> list[dict]:
             settle(device)
             row = eager[bench.case_name, door.op, door.dtype]
             row["gpu_items"] = gpu_items(door)
-            say(row, f"{row['gpu_items']} items on the GPU")
+            rows.append(head_of(bench, door) | {"mode": "profiled"} | host_parts(door))
+            parts = " ".join(f"{key} {value}" for key, value in rows[-1].items() if "_us" in key)
+            say(row, f"{row['gpu_items']} items on the GPU, {parts}")
     return rows
 
 

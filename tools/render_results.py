@@ -65,6 +65,8 @@ DOORS = {"case": "case", "call": "op", "rows": "dtype", "SMs": ("sms", 0), "GPU,
 DOORS |= {"one of eight in a graph: us": ("graph8_us", 1), "GPU, eager: us": ("us_p50", 1)}
 DOORS |= {"host: us": ("host_us_p50", 0), "wait for a number of rows: us": ("wait_us", 0)}
 DOORS |= {"GPU items": ("gpu_items", 0), "other library": "rival", "its GPU: us": ("rival_us", 1), "its host: us": ("rival_host_us", 0)}
+PARTS = {"case": "case", "call": "op", "rows": "dtype", "host: us": ("host_us", 0), "launches": ("launches_us", 0)}
+PARTS |= {"outputs": ("outputs_us", 0), "events and streams": ("events_us", 0)}
 
 
 def run_of(runs, name):
@@ -286,8 +288,9 @@ def peers_block(runs, machine):
 
 
 def doors_block(runs, machine):
-    """A line for each call of each case and type of rows."""
+    """A line for each call of each case and type of rows, and where a profiler sees the time of its host."""
     run, found = run_of(runs, f"doors.{machine}"), {}
+    parts = [row for row in run["rows"] if row["mode"] == "profiled"]
     peers = runs.get(f"peers.{machine}", {"rows": []})["rows"]
     for row in run["rows"]:
         key = row["case"], row["op"], row["dtype"]
@@ -299,7 +302,9 @@ def doors_block(runs, machine):
         for peer in peers:
             if all(peer[one] == row[one] for one in [*SHAPE, "op", "dtype"]):
                 row |= {"rival": peer["executor"], "rival_us": peer["us_p50"], "rival_host_us": peer["host_us_p50"]}
-    return [provenance(run), "", *table(DOORS, list(found.values()))]
+    lines = [provenance(run), "", *table(DOORS, list(found.values()))]
+    head = "The host under a profiler, which lengthens it, and what of that are launches, outputs of torch's allocator, and events:"
+    return [*lines, *(["", head, "", *table(PARTS, parts)] if parts else [])]
 
 
 def load_runs(root):
