@@ -7,7 +7,8 @@ bench/products_bench.py [--device cuda] --json FILE
 Nothing is timed. "grouped" is `torch._grouped_mm` of all experts, "per expert" a product for each.
 A row of FILE says from how many rows on a product's rows have the bits that they have among more
 (rows_from; 1: always, null: not even then), and whether they also keep them at another place
-(moves) and beside other experts' rows (beside; null where each expert has a product of its own).
+(moves; null where there are none) and beside other experts' rows (beside; null where each expert
+has a product of its own).
 """
 
 from __future__ import annotations
@@ -63,8 +64,10 @@ def find(kind: str, dtype: torch.dtype, inner: int, outer: int, device: torch.de
         if not has_same_rows(product, given, weights, 0, n):
             break
         rows_from = n
-    kept = [n for n in COUNTS if rows_from is not None and n >= rows_from]
-    moves = all(has_same_rows(product, given, weights, at, n) for at in (1, 17) for n in kept)
+    moves = None
+    if rows_from is not None:
+        kept = [n for n in COUNTS if n >= rows_from]
+        moves = all(has_same_rows(product, given, weights, at, n) for at in (1, 17) for n in kept)
     other = [given[2][:7], given[1], given[0][:130]]
     beside = torch.equal(product(other, weights)[1], product(given, weights)[1])
     row = {"op": "product_rows", "executor": device.type, "product": kind}
