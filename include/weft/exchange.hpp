@@ -69,8 +69,7 @@ enum class PeerLoss : uint8_t {
   // GPUs of one host: the kernels that wait end at once, and the next call, or check(), of every
   // rank that is left throws a PeerError of code kRanksLost once all of these have come to it. The
   // last CallReport::void_calls calls of a rank are void then; the exchange goes on without the
-  // lost ranks, captured graphs too, and plans from before are refused. Not with copy_engines, and
-  // no plans with replicas once a rank is lost.
+  // lost ranks, captured graphs too, and plans from before are refused. Not with copy_engines.
   kShrink,
 };
 

@@ -14,6 +14,7 @@
 #include "gpu/gpu_test.hpp"
 #include "plan/balance/balance.hpp"
 #include "plan/random_routing.hpp"
+#include "plan/without.hpp"
 #include "weft/error.hpp"
 
 namespace weft::test {
@@ -50,6 +51,8 @@ struct Counted {
   BalanceOptions options;
   Numbers placement;  // [num_ranks, options.replicas] where replicas lie; empty: they are planned
 
+  [[nodiscard]] PhysicalExperts shape() const { return {num_ranks, num_experts, options.replicas}; }
+
   [[nodiscard]] Numbers counts_of(int rank) const {
     const auto begin = counts.begin() + rank * num_experts;
     return {begin, begin + num_experts};
@@ -67,7 +70,7 @@ struct Counted {
 
 // Replicas of other ranks' experts, each of them once on a rank.
 void place_anywhere(Counted& c, RandomSource& random) {
-  const PhysicalExperts shape = {c.num_ranks, c.num_experts, c.options.replicas};
+  const PhysicalExperts shape = c.shape();
   for (int rank = 0; rank < c.num_ranks; ++rank) {
     const auto first = static_cast<std::ptrdiff_t>(c.placement.size());
     for (int i = 0; i < c.options.replicas; ++i) {
@@ -77,6 +80,16 @@ void place_anywhere(Counted& c, RandomSource& random) {
           std::find(c.placement.begin() + first, c.placement.end(), expert) != c.placement.end();
       const bool is_free = expert >= 0 && shape.owner_of(expert) != rank && !is_there;
       c.placement.push_back(is_free ? expert : -1);
+    }
+  }
+}
+
+// Some ranks, but not all, have no tokens and no experts any more.
+void lose_any(Counted& c, RandomSource& random) {
+  const auto spared = static_cast<int>(random.below(static_cast<uint64_t>(c.num_ranks)));
+  for (int rank = 0; rank < c.num_ranks; ++rank) {
+    if (rank != spared && random.below(3) == 0) {
+      c.options.lost.push_back(rank);
     }
   }
 }
@@ -108,32 +121,56 @@ Counted random_counted(uint64_t seed) {
   spec.zipf_exponent = 0.5 * pick({1, 2, 4});
   spec.hole_fraction = 0.25 * pick({0, 0, 1, 4});
   spec.seed = random.next();
+  const bool is_small = c.num_ranks <= kMaxDomainRanks;
+  if (is_small && random.below(2) == 0) {
+    lose_any(c, random);
+  }
   for (int rank = 0; rank < c.num_ranks; ++rank) {
-    spec.num_tokens = pick({0, 1, 30, 200, 1000});
+    spec.num_tokens = is_among(c.options.lost, rank) ? 0 : pick({0, 1, 30, 200, 1000});
     c.add(random_routing(spec, rank).expert);
   }
-  if (c.options.replicas > 0 && c.num_ranks <= kMaxDomainRanks && random.below(3) == 0) {
+  if (c.options.replicas > 0 && is_small && random.below(3) == 0) {
     place_anywhere(c, random);
   }
   return c;
 }
 
+// The same with no routes to experts that only lost ranks have.
+Counted without_lost(const Counted& c) {
+  Counted rest = c;
+  rest.routes.clear();
+  rest.counts.clear();
+  const auto lost = experts_without_copy(c.shape(), c.placement, c.options.lost);
+  for (const Numbers& routes : c.routes) {
+    RouteTable table;
+    table.expert = routes;
+    drop_routes_to(lost, table);
+    rest.add(std::move(table.expert));
+  }
+  return rest;
+}
+
 struct DeviceBalance {
   PhysicalExperts shape;
-  DeviceBytes replicas, rows, quotas, first, next;
+  DeviceBytes replicas, rows, quotas, first, next, lost;
 
   [[nodiscard]] PlaceLists places() const { return {numbers_of(first), numbers_of(next)}; }
 };
 
 DeviceBalance plan_on_device(const Counted& c) {
   DeviceBalance out;
-  out.shape = {c.num_ranks, c.num_experts, c.options.replicas};
+  out.shape = c.shape();
   const auto count = static_cast<size_t>(out.shape.count());
   out.replicas = to_fill(static_cast<size_t>(c.num_ranks * c.options.replicas));
   out.rows = to_fill(count);
   out.quotas = to_fill(count * static_cast<size_t>(c.num_ranks));
   out.first = to_fill(static_cast<size_t>(c.num_experts));
   out.next = to_fill(count);
+  Numbers lost(1, 0);
+  for (const int rank : c.options.lost) {
+    lost[0] |= static_cast<int32_t>(1U << static_cast<uint32_t>(rank));
+  }
+  out.lost = on_device(lost);
   const DeviceBytes counts = on_device(c.counts);
   const DeviceBytes domain_of = on_device(c.options.domain_of);
   BalanceLaunch call;
@@ -143,6 +180,7 @@ DeviceBalance plan_on_device(const Counted& c) {
   call.replica_rows = c.options.replica_rows;
   call.counts = numbers_of(counts);
   call.domain_of = c.options.domain_of.empty() ? nullptr : numbers_of(domain_of);
+  call.lost = reinterpret_cast<const uint32_t*>(out.lost.get());
   call.replicas = numbers_of(out.replicas);
   call.rows = numbers_of(out.rows);
   call.quotas = numbers_of(out.quotas);
@@ -182,6 +220,7 @@ Assigned assign_on_device(
   call.topk = c.topk;
   call.num_tokens = static_cast<int64_t>(topk_idx.size()) / c.topk;
   call.source = source;
+  call.lost = reinterpret_cast<const uint32_t*>(balance.lost.get());
   call.block_counts = numbers_of(block_counts);
   call.counts = numbers_of(counts);
   call.quotas = numbers_of(balance.quotas);
@@ -205,8 +244,8 @@ Balance balance_on_cpu(const Counted& c) {
   for (size_t i = 0; i < c.counts.size(); ++i) {
     rows[i % num_experts] += c.counts[i];
   }
-  const PhysicalExperts shape = {c.num_ranks, c.num_experts, c.options.replicas};
-  Placement spread = spread_rows(rows, shape, c.placement, c.options.block_rows);
+  Placement spread =
+      spread_rows(rows, c.shape(), c.placement, c.options.block_rows, c.options.lost);
   return share_out(c.counts, std::move(spread), c.options.domain_of);
 }
 
@@ -219,14 +258,17 @@ void expect_equal(const DeviceBalance& got, const Balance& want) {
   );
 }
 
-// Places, quotas, counts, and the routes of the first, the last and another rank.
-void expect_as_on_cpu(const Counted& c) {
-  const Balance want = balance_on_cpu(c);
+// Places, quotas, counts, and the routes of the first, the last and another rank. What a CPU leaves
+// out before it counts, a GPU with a placement leaves out when it assigns.
+void expect_as_on_cpu(const Counted& all) {
+  const Counted rest = without_lost(all);
+  const Counted& c = all.placement.empty() ? rest : all;
+  const Balance want = balance_on_cpu(rest);
   const DeviceBalance got = plan_on_device(c);
   expect_equal(got, want);
   for (const int source : {0, c.num_ranks / 2, c.num_ranks - 1}) {
     const Numbers& routes = c.routes[static_cast<size_t>(source)];
-    const Numbers physical = assign_routes(want, source, routes);
+    const Numbers physical = assign_routes(want, source, rest.routes[static_cast<size_t>(source)]);
     const Assigned narrow = assign_on_device(c, got, source, routes);
     EXPECT_EQ(narrow.counts, c.counts_of(source));
     EXPECT_EQ(narrow.physical, physical);

@@ -11,7 +11,9 @@
 #include "call/quantise.hpp"
 #include "call/scale_layout.hpp"
 #include "core/half.hpp"
+#include "plan/balance/balance.hpp"
 #include "plan/reference/reference_plan.hpp"
+#include "plan/without.hpp"
 #include "support/fp8.hpp"
 #include "support/stored_rows.hpp"
 
@@ -119,14 +121,10 @@ RankRouting make_routing(const ExchangeSetup& setup, const Case& spec, RouteTabl
   return routing;
 }
 
-// What becomes of routes to the experts of ranks that are lost.
+// What becomes of routes to experts that only lost ranks have.
 void drop_lost(const ExchangeSetup& setup, const Case& spec, RouteTable& table) {
-  const int per_rank = setup.num_experts / setup.num_ranks;
-  for (int32_t& expert : table.expert) {
-    const bool is_lost =
-        expert >= 0 && std::ranges::find(spec.lost, expert / per_rank) != spec.lost.end();
-    expert = is_lost ? -1 : expert;
-  }
+  const PhysicalExperts shape = {setup.num_ranks, setup.num_experts, spec.balance.replicas};
+  drop_routes_to(experts_without_copy(shape, spec.balance.placement, spec.lost), table);
 }
 
 // Rows that a rank gets instead of what it needs.
@@ -158,7 +156,7 @@ void make_plans(CaseData& data, std::span<const RouteTable> tables, RandomSource
   } else if (data.spec.rows >= 0) {
     std::fill(budgets.begin(), budgets.end(), data.spec.rows);
   } else if (data.spec.room != Room::kExact) {
-    const auto exact = reference_plans(tables, num_experts, options, {}, domain_of);
+    const auto exact = reference_plans(tables, num_experts, options, {}, domain_of, data.spec.lost);
     if (options.layout == Layout::kExpertStrided) {
       const int64_t stride = exact[0].shape.options.expert_stride;
       options.expert_stride = std::max<int64_t>(1, with_room(data.spec.room, stride, random));
@@ -168,7 +166,8 @@ void make_plans(CaseData& data, std::span<const RouteTable> tables, RandomSource
       }
     }
   }
-  for (PlanData& plan : reference_plans(tables, num_experts, options, budgets, domain_of)) {
+  const std::vector<int>& lost = data.spec.lost;
+  for (PlanData& plan : reference_plans(tables, num_experts, options, budgets, domain_of, lost)) {
     data.plans.emplace_back(std::make_shared<const PlanData>(std::move(plan)));
   }
   for (size_t rank = 0; rank < tables.size(); ++rank) {

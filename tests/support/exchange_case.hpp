@@ -67,8 +67,8 @@ struct Case {
   bool has_plan_weights = true;
   std::vector<int32_t> experts;  // if not empty: the experts of every token, [topk]
   bool ignores_unknown = false;  // holes of topk_idx are values that no expert has, and not just -1
-  // Ranks that take no part any more (PeerLoss::kShrink): routes to their experts are none. They
-  // have no tokens.
+  // Ranks that take no part any more (PeerLoss::kShrink), ascending: routes to experts that only
+  // they have are none. They have no tokens.
   std::vector<int> lost = {};
 
   // Plan.

@@ -2,7 +2,7 @@
 // Processes that share GPUs and die one after the other (PeerLoss::kShrink), down to the last, or
 // so that a new process takes each place: the others make plan, dispatch and combine again and
 // again, and compare what they get with the reference, which has holes where routes went to lost
-// ranks.
+// ranks. Seeds after each other have no replicas, planned and given ones.
 #pragma once
 
 #include <array>

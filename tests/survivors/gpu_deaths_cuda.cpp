@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <cuda_runtime_api.h>
 
@@ -54,6 +55,30 @@ ExchangeSetup setup_of(const GpuDeaths& deaths) {
   return setup;
 }
 
+// Of two experts a rank: the first of the next rank, and the second of the one after it.
+std::vector<int32_t> copies_of_neighbours(int num_ranks) {
+  std::vector<int32_t> placement;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    placement.push_back((rank + 1) % num_ranks * 2);
+    placement.push_back(num_ranks == 2 ? -1 : (rank + 2) % num_ranks * 2 + 1);
+  }
+  return placement;
+}
+
+// None, planned or given, for seeds after each other.
+Balancing balancing_of(const GpuDeaths& deaths) {
+  const uint64_t kind = deaths.seed % 3;
+  if (kind == 0) {
+    return {};
+  }
+  Balancing balancing = {.replicas = 2, .min_rows = 3};
+  balancing.block_rows = deaths.seed % 2 == 0 ? 1 : 4;
+  if (kind == 2) {
+    balancing.placement = copies_of_neighbours(deaths.num_ranks);
+  }
+  return balancing;
+}
+
 // Of calls that all ranks make.
 Case spec_of(const GpuDeaths& deaths) {
   RandomSource random(deaths.seed + 1);
@@ -69,6 +94,7 @@ Case spec_of(const GpuDeaths& deaths) {
                    ? CombineScale::kPlanWeights
                    : CombineScale::kNone;
   spec.num_tokens.assign(static_cast<size_t>(deaths.num_ranks), 40);
+  spec.balance = balancing_of(deaths);
   spec.is_routed = !deaths.is_replayed && random.below(2) == 0;
   if (deaths.is_replayed || spec.is_routed) {
     spec.rows = spec.layout == Layout::kExpertStrided ? 60 : 240;
@@ -105,7 +131,7 @@ class Fates {
       return found->second;
     }
     Case spec = spec_;
-    spec.lost = lost;
+    spec.lost = lost;  // hear() has sorted them
     for (const int rank : lost) {
       spec.num_tokens[static_cast<size_t>(rank)] = 0;
     }
@@ -358,6 +384,11 @@ GroupOfDeaths run_deaths(const GpuDeaths& deaths) {
   const bool is_good = are_founders_good && num_killed == num_deaths &&
                        num_good == std::ssize(statuses) - num_deaths;
   group.num_wrong = is_good || group.num_hung > 0 ? 0 : 1;
+  if (!is_good) {
+    fmt::print(
+        stderr, "seed {}: the processes ended with {}\n", deaths.seed, fmt::join(statuses, ", ")
+    );
+  }
   for (size_t death = 0; is_good && death < fates.num_deaths(); ++death) {
     const Death& one = times->of[death];
     group.ms.push_back(ms_until(one.death, one.heard));

@@ -169,6 +169,7 @@ BalancedDispatchLaunch CudaExchange::balanced(
   balanced.block_rows = static_cast<int32_t>(balancing.block_rows);
   balanced.replica_rows = balancing.replica_rows;
   balanced.is_given = !balancing.placement.empty();
+  balanced.plan.keeps_lost = balanced.is_given;
   std::ranges::transform(balancing.placement, balanced.placement, [](int32_t expert) {
     return static_cast<int16_t>(expert);
   });

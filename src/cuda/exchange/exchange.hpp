@@ -177,6 +177,7 @@ class CudaExchange final : public Executor {
   [[nodiscard]] LossWatch::Calls own_calls() const;
   // The next call has the number after this one.
   void go_on_without(uint32_t lost, uint64_t last_call);
+  [[nodiscard]] std::vector<int> lost_ranks() const;  // ascending
   void set_local(LocalState* to, const LocalState& now) const;
   // --- ranks that come back (readmission.cpp) ---
   // The rest of the constructor, for a rank of Group::rejoin().
@@ -348,6 +349,7 @@ class CudaExchange final : public Executor {
   std::exception_ptr broken_;  // why the exchange can no longer be used
   ExchangeStats counters_;
   uint32_t lost_ = 0;                  // ranks that take no part any more, a bit each
+  Balancing balance_;                  // as given to the last plan
   uint32_t num_changes_ = 0;           // LocalState::members
   CudaBuffer<std::byte> nobodys_;      // in place of control regions of ranks that were never met
   int64_t void_calls_ = 0;             // CallReport's

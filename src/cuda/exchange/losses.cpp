@@ -10,6 +10,7 @@
 #include "core/clock.hpp"
 #include "cuda/exchange/exchange.hpp"
 #include "group/control_plane.hpp"
+#include "plan/balance/balance.hpp"
 
 namespace weft {
 
@@ -140,13 +141,19 @@ CallReport CudaExchange::report() const {
   CallReport report = losses_->report();
   report.void_calls = void_calls_;
   report.calls_behind = calls_behind_;
-  const int per_rank = settings_.num_experts / context_.num_ranks;
-  for (int expert = 0; expert < settings_.num_experts; ++expert) {
-    if ((lost_ >> static_cast<uint32_t>(expert / per_rank) & 1U) != 0) {
-      report.lost_experts.push_back(expert);
+  const PhysicalExperts shape = {context_.num_ranks, settings_.num_experts, balance_.replicas};
+  report.lost_experts = experts_without_copy(shape, balance_.placement, lost_ranks());
+  return report;
+}
+
+std::vector<int> CudaExchange::lost_ranks() const {
+  std::vector<int> lost;
+  for (int rank = 0; lost_ != 0 && rank < context_.num_ranks; ++rank) {
+    if ((lost_ >> static_cast<uint32_t>(rank) & 1U) != 0) {
+      lost.push_back(rank);
     }
   }
-  return report;
+  return lost;
 }
 
 void CudaExchange::mask(std::span<const int> ranks) {

@@ -113,6 +113,7 @@ void CudaExchange::meet_newcomers(const Group& group, const Meeting& who) {
       retire_graphs();
     }
     go_on_without(all_but(who, context_.num_ranks), facts.last_call);
+    balance_ = {};  // newcomers know of none
   });
 }
 

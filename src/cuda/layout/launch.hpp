@@ -33,6 +33,8 @@ struct PlanLaunch {
   // The second half of a plan with replicas, behind launch_swap_counts() of cuda/plan/balance: of
   // physical experts. The plan has the weights already.
   bool is_second = false;
+  // Routes to experts of lost ranks stay: a placement may have copies of them elsewhere.
+  bool keeps_lost = false;
   int32_t num_tokens = 0;
   int32_t topk = 0;  // max_topk for a map
   FastDivide by_topk;

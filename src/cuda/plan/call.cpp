@@ -134,6 +134,7 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
   check_options(options, context_);
   const RoutingShape routes = check_routing(routing, settings_, context_);
   check_balance_of(options.balance, routes.topk);
+  balance_ = options.balance;
   PlanData data;
   data.shape = {
       .rank = view_.rank,
@@ -143,7 +144,8 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
       .num_tokens = routes.num_tokens,
       .from_map = routes.from_map,
       .has_weights = routing.weights.is_given(),
-      .options = options};
+      .options = options,
+      .lost = lost_ranks()};
   const PeerAddress address = take_plan(data, stream);
   if (const auto rows = given_rows(options, data.shape.num_local_experts())) {
     data.num_rows = *rows;

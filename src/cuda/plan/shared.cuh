@@ -81,6 +81,7 @@ struct PlanPlace {
   bool is_used = false;  // the lane stands for a route
   FastDivide experts_per_rank;
   uint32_t lost = 0;          // as LocalState has it
+  uint32_t nowhere = 0;       // those of them that routes cannot go to, or no others
   bool writes_tokens = true;  // this block writes what this rank keeps of its own tokens
   // Where routes are read: row `token` has its k-th at token * stride + k.
   const int32_t* route_expert = nullptr;
@@ -98,7 +99,7 @@ struct PlanPlace {
     return is_nowhere(expert, experts_per_rank);
   }
   [[nodiscard]] __device__ bool is_nowhere(uint32_t expert, const FastDivide& per_rank) const {
-    return lost != 0 && is_lost(per_rank.divide(expert));
+    return nowhere != 0 && (nowhere >> per_rank.divide(expert) & 1U) != 0;
   }
 };
 
@@ -109,6 +110,7 @@ __device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
   place.source = static_cast<uint32_t>(call.me.rank);
   place.num_tokens = call.num_tokens;
   place.lost = lost_ranks(call.me);
+  place.nowhere = call.keeps_lost ? 0 : place.lost;
   place.num_ranks = call.plan.map.num_ranks;
   place.columns = call.plan.map.num_ranks + call.plan.map.num_experts;
   place.warp = threadIdx.x / kPlanLanes;

@@ -156,7 +156,7 @@ TEST_F(GpuSurvivalTest, TheRestGoesOnWhenRanksAreKilled) {
 }
 
 TEST_F(GpuSurvivalTest, ReplayedGraphsGoOnWhenRanksAreKilled) {
-  for (uint64_t seed = 11; seed <= 12; ++seed) {
+  for (uint64_t seed = 11; seed <= 13; ++seed) {
     const GroupOfDeaths group =
         run_deaths({.num_gpus = num_gpus_, .seed = seed, .is_replayed = true});
     EXPECT_EQ(group.num_wrong + group.num_hung, 0) << "seed " << seed;
@@ -164,7 +164,7 @@ TEST_F(GpuSurvivalTest, ReplayedGraphsGoOnWhenRanksAreKilled) {
 }
 
 TEST_F(GpuSurvivalTest, NewProcessesTakeThePlacesOfThoseThatAreKilled) {
-  for (uint64_t seed = 21; seed <= 22; ++seed) {
+  for (uint64_t seed = 21; seed <= 23; ++seed) {
     const GroupOfDeaths group =
         run_deaths({.num_ranks = 3, .num_gpus = num_gpus_, .seed = seed, .num_returns = 4});
     EXPECT_EQ(group.num_wrong + group.num_hung, 0) << "seed " << seed;

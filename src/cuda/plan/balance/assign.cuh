@@ -10,6 +10,7 @@
 
 #include "cuda/device/lanes.cuh"
 #include "cuda/plan/balance/launch.hpp"
+#include "cuda/plan/balance/lost.cuh"
 #include "cuda/plan/shared_map.hpp"
 
 namespace weft {
@@ -22,6 +23,7 @@ struct AssignShared {
   int32_t* next;    // [shape.count()]
   int32_t* end;     // [shape.count()] number behind the last route of its expert that a place takes
   int32_t* counts;  // [kAssignWarps, num_experts]
+  uint32_t lost;    // as BalanceLaunch has it
 };
 
 WEFT_HD inline int count_shared_bytes(const PhysicalExperts& shape) {
@@ -78,6 +80,7 @@ __device__ inline AssignShared load_places(const AssignLaunch& call, int32_t* ba
   shared.next = shared.first + num_experts;
   shared.end = shared.next + num_places;
   shared.counts = shared.end + num_places;
+  shared.lost = load_lost(call.lost);
   const int32_t* const quotas = call.quotas + static_cast<size_t>(call.source) * num_places;
   const auto thread = static_cast<int>(threadIdx.x);
   for (int expert = thread; expert < num_experts; expert += kAssignThreads) {
@@ -146,7 +149,10 @@ __device__ __forceinline__ int32_t assign_step(
   while (place >= 0 && number >= shared.end[place]) {
     place = shared.next[place];
   }
-  return place >= 0 ? place : shape.count();
+  if (place < 0) {
+    return is_lost_rank(shared.lost, shape.owner_of(expert)) ? -1 : shape.count();
+  }
+  return place;
 }
 
 }  // namespace weft

@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kPlaceThreads)
   __shared__ int32_t outcome[kPlaceWarps];
   __shared__ int32_t moved[2 * kMostBalancedRanks];
   sum_sources(call, balance_shared);
-  place_replicas<kPerLane>(call, {balance_shared, loads, outcome, moved});
+  const uint32_t lost = load_lost(call.lost);
+  place_replicas<kPerLane>(call, lost, {balance_shared, loads, outcome, moved});
 }
 
 __global__ void __launch_bounds__(kPlaceThreads)
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
   const PhysicalExperts& shape = call.balance.shape;
   const SpreadShared shared = spread_shared(shape, balance_shared);
   sum_sources(call.balance, shared.rows);
-  spread_rows(call.balance, shared, loads, call.placement);
+  spread_rows(call.balance, load_lost(call.balance.lost), shared, loads, call.placement);
   for (int i = static_cast<int>(threadIdx.x); i < shape.count(); i += kPlaceThreads) {
     call.balance.rows[i] = shared.here[i];
   }

@@ -64,13 +64,6 @@ void CudaExchange::check_balance_of(const Balancing& balancing, int topk) {
   if (replicas == 0) {
     return;
   }
-  WEFT_CHECK(
-      context_,
-      lost_ == 0,
-      ErrorCode::kUnsupported,
-      "plan: replicas on GPUs of which ranks are lost (replicas = {})",
-      replicas
-  );
   constexpr int64_t kMostRoutes = std::numeric_limits<int32_t>::max();
   const int64_t routes = settings_.max_tokens * topk;
   WEFT_CHECK(
@@ -100,6 +93,7 @@ void CudaExchange::queue_balance(
   PlanLaunch first = launch;
   first.plan.map = map.of_chosen();
   first.host_shape = nullptr;
+  first.keeps_lost = !balancing.placement.empty();
   launch_swap_counts(first, memory.counts, stream);
 
   BalanceLaunch balance;
@@ -108,6 +102,7 @@ void CudaExchange::queue_balance(
   balance.block_rows = static_cast<int32_t>(balancing.block_rows);
   balance.replica_rows = balancing.replica_rows;
   balance.counts = memory.counts;
+  balance.lost = &view_.local->lost;
   balance.replicas = launch.plan.placement();
   balance.rows = memory.rows;
   balance.quotas = memory.quotas;
@@ -122,6 +117,7 @@ void CudaExchange::queue_balance(
   assign.topk = launch.topk;
   assign.num_tokens = launch.num_tokens;
   assign.source = view_.rank;
+  assign.lost = balance.lost;
   assign.block_counts = memory.block_counts;
   assign.counts = memory.own_counts;
   assign.quotas = memory.quotas;

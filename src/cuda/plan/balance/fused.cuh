@@ -93,12 +93,12 @@ class BalancedExperts {
     if (call_.is_given) {
       int32_t* const rows = arrays_.search.rows;
       const SpreadShared spread = {rows, rows + shape_.num_experts, arrays_.replicas, arrays_.rows};
-      spread_rows(balance, spread, arrays_.search.loads, call_.placement);
+      spread_rows(balance, place.lost, spread, arrays_.search.loads, call_.placement);
     } else {
-      place_replicas<1>(balance, arrays_.search);
+      place_replicas<1>(balance, place.lost, arrays_.search);
       __syncthreads();
     }
-    share_out(balance);
+    share_out(balance, place.lost);
     assign(place, shared);
   }
 
@@ -149,18 +149,19 @@ class BalancedExperts {
   }
 
   // All threads: quotas and lists of places.
-  __device__ __forceinline__ void share_out(const BalanceLaunch& balance) const {
+  __device__ __forceinline__ void share_out(const BalanceLaunch& balance, uint32_t lost) const {
     const int num_experts = shape_.num_experts;
     const int num_replicas = shape_.num_ranks * shape_.replicas;
 #pragma unroll 1
     for (int expert = thread(); expert < num_experts; expert += kPlaceThreads) {
       const int master = shape_.master_of(expert);
+      const bool is_lost = lost != 0 && is_lost_rank(lost, shape_.owner_of(expert));
       arrays_.places.first[expert] = master;
       arrays_.places.next[master] = -1;
 #pragma unroll 4
       for (int source = 0; source < shape_.num_ranks; ++source) {
         arrays_.quotas[source * shape_.count() + master] =
-            arrays_.counts[source * num_experts + expert];
+            is_lost ? 0 : arrays_.counts[source * num_experts + expert];
       }
     }
     __syncthreads();
@@ -187,13 +188,13 @@ class BalancedExperts {
     for (int source = 0; source < shape_.num_ranks; ++source) {
 #pragma unroll 1
       for (int expert = thread(); expert < num_experts; expert += kPlaceThreads) {
-        quotas_to_ends(of_source(source), expert);
+        quotas_to_ends(of_source(source, place.lost), expert);
       }
     }
     __syncthreads();
 #pragma unroll 1
     for (int source = warp_in_block(); source < shape_.num_ranks; source += kPlaceWarps) {
-      const AssignShared assigned = of_source(source);
+      const AssignShared assigned = of_source(source, place.lost);
       uint16_t* const experts = shared.experts_of(static_cast<uint32_t>(source));
       const int count = num_routes(shared, source);
 #pragma unroll 1
@@ -202,9 +203,8 @@ class BalancedExperts {
         const uint16_t chosen = route < count ? experts[route] : kNoShortExpert;
         const int32_t expert = chosen == kNoShortExpert ? -1 : chosen;
         const int32_t physical = assign_step(shape_, assigned, assigned.counts, expert);
-        const bool is_there = physical >= 0 && !place.is_nowhere(static_cast<uint32_t>(physical));
         if (route < count) {
-          experts[route] = is_there ? static_cast<uint16_t>(physical) : kNoShortExpert;
+          experts[route] = physical >= 0 ? static_cast<uint16_t>(physical) : kNoShortExpert;
         }
       }
     }
@@ -212,12 +212,13 @@ class BalancedExperts {
   }
 
   // `counts` are of the source's only warp.
-  [[nodiscard]] __device__ __forceinline__ AssignShared of_source(int source) const {
+  [[nodiscard]] __device__ __forceinline__ AssignShared of_source(int source, uint32_t lost) const {
     return {
         arrays_.places.first,
         arrays_.places.next,
         arrays_.quotas + source * shape_.count(),
-        arrays_.counts + source * shape_.num_experts};
+        arrays_.counts + source * shape_.num_experts,
+        lost};
   }
 
   const BalancedDispatchLaunch& call_;

@@ -40,6 +40,7 @@ struct BalanceLaunch {
   int64_t replica_rows = 0;            // as for pays_off()
   const int32_t* counts = nullptr;     // [num_ranks, num_experts] at least 0, below 2^31 together
   const int32_t* domain_of = nullptr;  // [num_ranks]; null: all ranks are in one domain
+  const uint32_t* lost = nullptr;      // LocalState::lost, on the GPU; null: none
   // What it writes: Balance::replicas, Placement::rows and Balance::quotas.
   int32_t* replicas = nullptr;  // [num_ranks, shape.replicas]
   int32_t* rows = nullptr;      // [shape.count()]
@@ -56,6 +57,7 @@ struct AssignLaunch {
   int32_t topk = 0;
   int64_t num_tokens = 0;
   int32_t source = 0;               // this rank
+  const uint32_t* lost = nullptr;   // as of BalanceLaunch
   int32_t* block_counts = nullptr;  // [kAssignBlocks, num_experts] for the second from the first
   int32_t* counts = nullptr;        // [num_experts] routes to each, written by the first
   const int32_t* quotas = nullptr;  // [num_ranks, shape.count()]
@@ -70,7 +72,8 @@ void prepare_balance();
 void check_balance(const PhysicalExperts& shape, const Context& context = {});
 
 // The launches throw Error (kCuda). An index that is neither -1 nor an expert, and a route that was
-// not counted, become shape.count(), which is no physical expert: a plan refuses it.
+// not counted, become shape.count(), which is no physical expert: a plan refuses it. A route to an
+// expert that lies on lost ranks only becomes -1.
 // launch_count_routes() is for launch_assign_routes() of the same routes.
 void launch_count_routes(const AssignLaunch& call, cudaStream_t stream);
 // `placement`: [num_ranks, shape.replicas], on the host, where replicas lie anyway, among at most

@@ -11,6 +11,7 @@
 
 #include "cuda/device/lanes.cuh"
 #include "cuda/plan/balance/launch.hpp"
+#include "cuda/plan/balance/lost.cuh"
 #include "plan/balance/search.hpp"
 
 namespace weft {
@@ -80,11 +81,19 @@ __device__ __forceinline__ int lowest_rank(const IsIt& is_it) {
 // the ranks. Returns the rows of the busiest rank, or -1 if the limit cannot be kept.
 template <int kPerLane>
 __device__ inline int32_t try_limit(
-    const BalanceLaunch& call, int32_t limit, OfRanks<kPerLane> load, const PlacedRows& placed
+    const BalanceLaunch& call,
+    uint32_t lost,
+    int32_t limit,
+    OfRanks<kPerLane> load,
+    const PlacedRows& placed
 ) {
   const int num_local = call.shape.num_local();
   const int32_t min_rows = least_rows(call);
   OfRanks<kPerLane> used;
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    used.of[k] = is_lost_rank(lost, used.rank(k)) ? call.shape.replicas : 0;
+  }
   while (true) {
     int32_t most = -1;
     int32_t least = kMostRows;
@@ -236,10 +245,10 @@ struct PlaceShared {
   int32_t* moved;    // [2 * num_ranks]
 };
 
-// All threads of a block, once `rows` of all experts are there.
+// All threads of a block, once `rows` of all experts are there; those of `lost` ranks have none.
 template <int kPerLane>
 __device__ __forceinline__ void place_replicas(
-    const BalanceLaunch& call, const PlaceShared& shared
+    const BalanceLaunch& call, uint32_t lost, const PlaceShared& shared
 ) {
   int32_t* const rows = shared.rows;
   int32_t* const loads = shared.loads;
@@ -259,12 +268,13 @@ __device__ __forceinline__ void place_replicas(
   }
   busiest = __reduce_max_sync(kAllLanes, busiest);
   int32_t best = busiest;
-  LimitSearch search(__reduce_add_sync(kAllLanes, total), call.shape.num_ranks, busiest);
+  const int num_left = call.shape.num_ranks - __popc(lost);
+  LimitSearch search(__reduce_add_sync(kAllLanes, total), num_left, busiest);
   while (!search.is_over()) {  // the same in all threads
     int32_t kept = -1;
     if (search.tries(warp)) {
       clear_placed(call.shape, rows, own);
-      kept = try_limit(call, static_cast<int32_t>(search.limit(warp)), load, own);
+      kept = try_limit(call, lost, static_cast<int32_t>(search.limit(warp)), load, own);
     }
     if (lane_index() == 0) {
       outcome[warp] = kept;

@@ -7,6 +7,7 @@
 
 #include "cuda/device/lanes.cuh"
 #include "cuda/plan/balance/launch.hpp"
+#include "cuda/plan/balance/lost.cuh"
 #include "cuda/plan/balance/place.cuh"
 #include "cuda/plan/shared_map.hpp"
 #include "weft/plan.hpp"
@@ -22,7 +23,7 @@ static_assert(kMaxDomainRanks <= kWarpLanes && sizeof(SpreadLaunch) <= 4096);
 
 struct SpreadShared {
   int32_t* rows;     // [num_experts] of all sources
-  int32_t* spread;   // [num_experts] experts that have replicas, ascending
+  int32_t* spread;   // [num_experts] experts that have replicas on ranks that are left, ascending
   int32_t* experts;  // [num_ranks, replicas] of each replica, -1: none
   int32_t* here;     // [shape.count()] rows of each place
 };
@@ -41,16 +42,17 @@ __device__ inline SpreadShared spread_shared(const PhysicalExperts& shape, int32
   return shared;
 }
 
-// All threads: every row at its master, and the placement as it is given: placement[i] is of the
-// i-th place for replicas.
+// All threads: every row at its master, unless that is lost, and the placement as it is given:
+// placement[i] is of the i-th place for replicas.
 template <class Given>
 __device__ inline void place_given(
-    const BalanceLaunch& call, const SpreadShared& shared, const Given* placement
+    const BalanceLaunch& call, uint32_t lost, const SpreadShared& shared, const Given* placement
 ) {
   const PhysicalExperts& shape = call.shape;
   const auto thread = static_cast<int>(threadIdx.x);
   for (int expert = thread; expert < shape.num_experts; expert += kPlaceThreads) {
-    shared.here[shape.master_of(expert)] = shared.rows[expert];
+    const bool is_lost = lost != 0 && is_lost_rank(lost, shape.owner_of(expert));
+    shared.here[shape.master_of(expert)] = is_lost ? 0 : shared.rows[expert];
     shared.spread[expert] = 0;
   }
   __syncthreads();
@@ -59,7 +61,7 @@ __device__ inline void place_given(
     shared.experts[i] = expert;
     call.replicas[i] = expert;
     shared.here[shape.place_of(i / shape.replicas, i % shape.replicas)] = 0;
-    if (expert >= 0) {
+    if (expert >= 0 && !is_lost_rank(lost, i / shape.replicas)) {
       shared.spread[expert] = 1;  // has replicas
     }
   }
@@ -84,11 +86,14 @@ __device__ inline int list_experts(const PhysicalExperts& shape, int32_t* spread
   return count;
 }
 
-// The place of an expert on the lane's rank, -1: none.
+// The place of an expert on the lane's rank, -1: none, or the rank is lost.
 __device__ __forceinline__ int place_on_lane(
-    const PhysicalExperts& shape, const SpreadShared& shared, int expert
+    const PhysicalExperts& shape, uint32_t lost, const SpreadShared& shared, int expert
 ) {
   const int rank = lane_index();
+  if (is_lost_rank(lost, rank)) {
+    return -1;
+  }
   int place = rank == shape.owner_of(expert) ? shape.master_of(expert) : -1;
   for (int i = 0; rank < shape.num_ranks && i < shape.replicas; ++i) {
     const bool is_it = shared.experts[rank * shape.replicas + i] == expert;
@@ -101,10 +106,14 @@ __device__ __forceinline__ int place_on_lane(
 // level, of which the first have one more. `load`: rows of the lane's rank. True if it changed
 // anything.
 __device__ inline bool pour(
-    const PhysicalExperts& shape, const SpreadShared& shared, int expert, int32_t& load
+    const PhysicalExperts& shape,
+    uint32_t lost,
+    const SpreadShared& shared,
+    int expert,
+    int32_t& load
 ) {
   const int lane = lane_index();
-  const int place = place_on_lane(shape, shared, expert);
+  const int place = place_on_lane(shape, lost, shared, expert);
   const bool is_place = place >= 0;
   const int32_t before = is_place ? shared.here[place] : 0;
   const int32_t rows = __reduce_add_sync(kAllLanes, before);
@@ -131,47 +140,80 @@ __device__ inline bool pour(
   return __any_sync(kAllLanes, now != before) != 0;
 }
 
-// All lanes of a warp: replicas of an expert keep whole blocks, and its master takes the rest.
-__device__ inline void leave_whole_blocks(
-    const BalanceLaunch& call, const SpreadShared& shared, int expert
+// Of an expert that is listed, the rank whose place takes what is less than a block: its owner, or
+// where that is lost the one of its last replica. `place` as place_on_lane() has it.
+__device__ __forceinline__ int last_rank(
+    const PhysicalExperts& shape, uint32_t lost, int expert, int place
 ) {
-  const int place = place_on_lane(call.shape, shared, expert);
-  const int master = call.shape.master_of(expert);
-  const bool is_replica = place >= 0 && place != master;
-  const int32_t rest = is_replica ? shared.here[place] % call.block_rows : 0;
+  const uint32_t lanes = __ballot_sync(kAllLanes, place >= 0);
+  const int owner = shape.owner_of(expert);
+  return is_lost_rank(lost, owner) ? kWarpLanes - 1 - __clz(static_cast<int>(lanes)) : owner;
+}
+
+// All lanes of a warp: places of an expert keep whole blocks, and the last one takes the rest.
+__device__ inline void leave_whole_blocks(
+    const BalanceLaunch& call, uint32_t lost, const SpreadShared& shared, int expert
+) {
+  const int place = place_on_lane(call.shape, lost, shared, expert);
+  const bool is_last = lane_index() == last_rank(call.shape, lost, expert, place);
+  const int32_t rest = place >= 0 && !is_last ? shared.here[place] % call.block_rows : 0;
   const int32_t sum = __reduce_add_sync(kAllLanes, rest);
   if (place >= 0) {
-    shared.here[place] += place == master ? sum : -rest;
+    shared.here[place] += is_last ? sum : -rest;
+  }
+}
+
+// All lanes of a warp: the last replica of an expert stands in for its master, which is lost.
+__device__ inline void stand_in(
+    const PhysicalExperts& shape,
+    uint32_t lost,
+    const SpreadShared& shared,
+    int expert,
+    int32_t& load
+) {
+  const int place = place_on_lane(shape, lost, shared, expert);
+  if (lane_index() == last_rank(shape, lost, expert, place)) {
+    shared.here[place] = shared.rows[expert];
+    load += shared.rows[expert];
   }
 }
 
 // All lanes of a warp. `load` as for pour(), with all rows at their masters.
 __device__ inline void pour_all(
-    const BalanceLaunch& call, const SpreadShared& shared, int32_t load
+    const BalanceLaunch& call, uint32_t lost, const SpreadShared& shared, int32_t load
 ) {
   const int count = list_experts(call.shape, shared.spread);
+  for (int i = 0; lost != 0 && i < count; ++i) {
+    if (is_lost_rank(lost, call.shape.owner_of(shared.spread[i]))) {
+      stand_in(call.shape, lost, shared, shared.spread[i], load);
+    }
+  }
   bool has_changed = true;
   for (int turn = 0; turn < kMostTurns && has_changed; ++turn) {
     has_changed = false;
     for (int i = 0; i < count; ++i) {
-      has_changed = pour(call.shape, shared, shared.spread[i], load) || has_changed;
+      has_changed = pour(call.shape, lost, shared, shared.spread[i], load) || has_changed;
     }
   }
   for (int i = 0; call.block_rows > 1 && i < count; ++i) {
-    leave_whole_blocks(call, shared, shared.spread[i]);
+    leave_whole_blocks(call, lost, shared, shared.spread[i]);
   }
 }
 
 // All threads of a block, once `rows` of all experts are there. `loads`: memory for [num_ranks].
 template <class Given>
 __device__ __forceinline__ void spread_rows(
-    const BalanceLaunch& call, const SpreadShared& shared, int32_t* loads, const Given* placement
+    const BalanceLaunch& call,
+    uint32_t lost,
+    const SpreadShared& shared,
+    int32_t* loads,
+    const Given* placement
 ) {
   sum_ranks(call.shape, shared.rows, loads);
-  place_given(call, shared, placement);
+  place_given(call, lost, shared, placement);
   if (warp_in_block() == 0) {
     const int rank = lane_index();
-    pour_all(call, shared, rank < call.shape.num_ranks ? loads[rank] : 0);
+    pour_all(call, lost, shared, rank < call.shape.num_ranks ? loads[rank] : 0);
   }
   __syncthreads();
 }

@@ -29,9 +29,9 @@ __device__ inline void write_counts(
     );
     for (uint32_t expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
       const uint32_t column = place.num_ranks + expert;
-      const int32_t count = !is_good                 ? 0
-                            : place.source == source ? shared.own()[column]
-                                                     : __ldcg(theirs + column);
+      const int32_t count = !is_good || place.is_lost(source) ? 0
+                            : place.source == source          ? shared.own()[column]
+                                                              : __ldcg(theirs + column);
       call.counts[source * num_experts + expert] = count;
     }
   }
