@@ -10,12 +10,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "support/exchange_case.hpp"
 #include "weft/group.hpp"
 
 namespace weft::test {
 
 inline constexpr int kMostDyingRanks = 8;
 inline constexpr int kMostDeaths = 32;  // of a group
+
+// CUDA is ready for this process as the rank then, which takes seconds on a busy machine.
+void reach_gpu(const ExchangeSetup& setup, int rank);
 
 struct GpuDeaths {
   int num_ranks = 4;  // at most kMostDyingRanks

@@ -342,6 +342,11 @@ void begin_process(const GpuDeaths& deaths) {
 
 }  // namespace
 
+void reach_gpu(const ExchangeSetup& setup, int rank) {
+  WEFT_CUDA(Context{}, cudaSetDevice(setup.config(rank).device.index));
+  WEFT_CUDA(Context{}, cudaFree(nullptr));
+}
+
 GroupOfDeaths run_deaths(const GpuDeaths& deaths) {
   const Shared<Deaths> times;
   const Fates fates(deaths);
@@ -350,8 +355,7 @@ GroupOfDeaths run_deaths(const GpuDeaths& deaths) {
     spares.push_back(std::make_unique<Spare>([&, death] {
       begin_process(deaths);
       const int rank = fates.victim(death);
-      WEFT_CUDA(Context{}, cudaSetDevice(fates.setup().config(rank).device.index));
-      WEFT_CUDA(Context{}, cudaFree(nullptr));  // CUDA is ready
+      reach_gpu(fates.setup(), rank);
       const char* const invitation = times->of[death].letter.await();
       times->of[death].rejoin = nanoseconds();
       Life life(deaths, *times, death);

@@ -199,6 +199,7 @@ TEST_F(GpuSurvivalTest, AGraphThatKnowsOldAddressesIsRefused) {
   };
   const Spare spare([&] {
     ::setenv("WEFT_GPU_TRANSPORT", "ipc", 1);
+    reach_gpu(own, 1);
     Exchange exchange = shrinking(Group::rejoin(1, letter->await()), own);
     const std::string problem = play(exchange);
     fmt::print(stderr, "{}", problem);
@@ -253,6 +254,7 @@ TEST_F(GpuSurvivalTest, SaysWhyARankCannotComeBack) {
   const Spare spare([&] {  // has another config, and is told so
     ExchangeSetup other = own;
     other.max_tokens *= 2;
+    reach_gpu(other, 1);
     const Group group = Group::rejoin(1, letter->await());
     const std::string heard =
         text_of(thrown_by([&] { const Exchange exchange = shrinking(group, other); }));
