@@ -50,7 +50,7 @@ enum class FanOut : uint8_t {
 
 // How a GPU moves rows. The result is the same.
 enum class Mover : uint8_t {
-  kAuto,    // kBulk where the GPU has it
+  kAuto,    // kBulk where the GPU has it, except in a combine of few tokens
   kVector,  // 16-byte loads and stores
   kBulk,    // the bulk copy engine, compute capability 9.0 and later
 };

@@ -163,7 +163,7 @@ TEST_F(GpuRandomTest, EqualsTheReference) {
   for (uint64_t round = 0; round * kCasesPerExchange < num_cases; ++round) {
     ExchangeSetup setup = random_setup(7000 + round);
     setup.num_gpus = round % 2 == 0 ? num_gpus() : 1;
-    setup.mover = movers_here()[round / 2 % movers_here().size()];
+    setup.mover = mover_in_turn(round / 2);
     setup.num_sms = std::array{0, 2, 3, 17}[round % 4];
     setup.has_own_stream = round % 3 == 0;
     setup.timeout = kGpuTimeout;

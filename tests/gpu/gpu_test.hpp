@@ -49,6 +49,13 @@ using GpuParamTest = GpuTestOf<testing::TestWithParam<Parameter>>;
   return movers;
 }
 
+// One after the other, and what an exchange picks by itself.
+[[nodiscard]] inline Mover mover_in_turn(uint64_t turn) {
+  std::vector<Mover> movers = movers_here();
+  movers.push_back(Mover::kAuto);
+  return movers[turn % movers.size()];
+}
+
 [[nodiscard]] inline ExchangeSetup gpu_setup(int num_ranks, int num_gpus) {
   ExchangeSetup setup;
   setup.num_ranks = num_ranks;

@@ -19,7 +19,7 @@ class GpuSeriesTest : public GpuTest {
     const uint64_t count = number_from_env("WEFT_GPU_SERIES", otherwise);
     for (uint64_t i = 0; i < count && !failures.are_too_many(); ++i) {
       ExchangeSetup setup = gpu_setup(4, num_gpus[i / 2 % num_gpus.size()]);
-      setup.mover = movers_here()[i / 4 % movers_here().size()];
+      setup.mover = mover_in_turn(i / 4);
       Case spec;
       spec.seed = i + 1;
       spec.num_tokens = {40, 40, 40, 17};

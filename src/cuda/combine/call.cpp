@@ -68,6 +68,8 @@ void CudaExchange::combine_by_stores(
   const bool is_by_choice = plan.shape.options.order == SumOrder::kTopk;
   if (is_alone(launch) && !is_by_choice) {
     const int chunks = num_device_chunks(static_cast<int>(plan.shape.num_tokens));
+    launch.is_short =
+        picks_mover_ && plan.shape.num_tokens <= num_sms && is_short_call(plan.shape.num_tokens);
     launch.num_reduce = 0;
     launch.num_sum = std::clamp(chunks, 1, num_sms);
     launch_combine(launch, stream);
@@ -83,6 +85,7 @@ void CudaExchange::combine_by_stores(
   // Weights have one place there, for one of their two ways, and a token a row for each rank.
   launch.is_eager = !is_by_choice && launch.payload.wire_bytes <= control_map_.eager_row_bytes &&
                     !(launch.has_source_weights && launch.payload.weight_bytes > 0);
+  launch.is_short = picks_mover_ && launch.is_eager;
 
   RoleBlocks blocks = tuning_.of(
       {.op = Op::kCombine,
@@ -95,7 +98,7 @@ void CudaExchange::combine_by_stores(
   );
   if (launch.is_eager && num_senders_ == 0) {
     const int64_t tokens = plan.shape.num_tokens;
-    const int at_once = sums_at_once(launch.mover, launch.payload.row_bytes, tokens);
+    const int at_once = sums_at_once(launch, tokens);
     blocks = blocks_of_short_combine(num_sms, tokens, at_once).value_or(blocks);
   }
   launch.num_reduce = blocks.first;

@@ -12,7 +12,14 @@
 namespace weft {
 namespace {
 
-template <class Element, bool kScaled>
+// Warps that share a row: known without a look at the plan where tokens are few.
+template <class Shape>
+__device__ __forceinline__ int warps_of(const CombineLaunch& call) {
+  constexpr bool kIsShort = std::is_same_v<Shape, OneEntry>;
+  return team_warps(call.payload.row_bytes, kIsShort ? 0 : call.plan.header()->num_tokens);
+}
+
+template <class Shape, class Element, bool kScaled>
 __global__ void __launch_bounds__(kRoleThreads, 1)
     combine_vector(const __grid_constant__ CombineLaunch call) {
   __shared__ CallSetup setup;
@@ -20,11 +27,11 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   clear_progress(progress);
   const int block = static_cast<int>(blockIdx.x);
   const bool is_signaller = warp_in_block() == kMoverWarps;
-  const int warps = team_warps(call.payload.row_bytes, call.plan.header()->num_tokens);
+  const int warps = warps_of<Shape>(call);
   bool is_open = begin_call(setup, call, call.is_eager);
   if (block >= call.num_reduce) {
     const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
-    CombineSum<false> source(call, setup, team);
+    CombineSum<false, Shape> source(call, setup, team);
     if (is_open && !is_signaller) {
       source.begin();
     }
@@ -34,7 +41,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
     }
   } else if (is_open) {
     const Team team = make_team(warps, block, call.num_reduce);
-    CombineReduce<kScaled, false> source(call, setup, progress, team);
+    CombineReduce<kScaled, false, Shape> source(call, setup, progress, team);
     if (is_signaller) {
       source.run_signals(kMoverWarps / warps);
     } else if (source.is_open()) {
@@ -86,14 +93,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-template <class Element, bool kScaled>
+template <class Shape, class Element, bool kScaled>
 __global__ void __launch_bounds__(kRoleThreads, 1)
     combine_own_vector(const __grid_constant__ CombineLaunch call) {
   __shared__ CallSetup setup;
-  const int warps = team_warps(call.payload.row_bytes, call.plan.header()->num_tokens);
+  const int warps = warps_of<Shape>(call);
   if (begin_call(setup, call) && warp_in_block() < kMoverWarps) {
     const Team team = make_team(warps, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-    CombineOwn<kScaled> source(call, team);
+    CombineOwn<kScaled, Shape> source(call, team);
     sum_rows_vector<Element, kScaled>(source, slice_of(team, call.payload.row_bytes, kSumPiece));
   }
   finish_call</*kRenewsApart=*/false>(call.me, setup.epoch);
@@ -123,6 +130,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
+RowPath path_of(const CombineLaunch& call) {
+  return call.is_short ? RowPath::kFewTokens : path_of(call.mover, call.payload.row_bytes);
+}
+
 CombineKernel kernel_of(RowPath path, bool is_scaled, DType dtype, bool is_alone) {
   return with_element(dtype, [&]<class Element>(Element) -> CombineKernel {
     const auto with_scale = [&](const auto& pick) {
@@ -135,22 +146,25 @@ CombineKernel kernel_of(RowPath path, bool is_scaled, DType dtype, bool is_alone
       };
       return {with_scale(pick), Shape::kThreads, kRowStageBytes};
     };
-    return with_shape(path, bulk, [&]() -> CombineKernel {
+    const auto vector = [&]<class Shape>(std::type_identity<Shape>) -> CombineKernel {
       const auto pick = [&](auto scaled) {
-        return is_alone ? combine_own_vector<Element, scaled.value>
-                        : combine_vector<Element, scaled.value>;
+        return is_alone ? combine_own_vector<Shape, Element, scaled.value>
+                        : combine_vector<Shape, Element, scaled.value>;
       };
       return {with_scale(pick), kRoleThreads};
-    });
+    };
+    return path == RowPath::kFewTokens
+               ? vector(std::type_identity<OneEntry>())
+               : with_shape(path, bulk, [&] { return vector(std::type_identity<ItemShape>()); });
   });
 }
 
 }  // namespace
 
-int sums_at_once(Mover mover, int64_t row_bytes, int64_t num_tokens) {
+int sums_at_once(const CombineLaunch& call, int64_t num_tokens) {
   const auto bulk = []<class Shape>(Shape) { return Shape::kPipelines; };
-  return with_shape(path_of(mover, row_bytes), bulk, [&] {
-    return kMoverWarps / team_warps(row_bytes, num_tokens);
+  return with_shape(path_of(call), bulk, [&] {
+    return kMoverWarps / team_warps(call.payload.row_bytes, num_tokens);
   });
 }
 
@@ -166,7 +180,7 @@ void prepare_combine() {
 }
 
 void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
-  const RowPath path = path_of(call.mover, call.payload.row_bytes);
+  const RowPath path = path_of(call);
   const bool is_scaled = call.scale != CombineScale::kNone;
   const CombineKernel kernel = kernel_of(path, is_scaled, call.payload.dtype, is_alone(call));
   launch(kernel, call.num_reduce + call.num_sum, call, stream);

@@ -12,7 +12,7 @@
 
 namespace weft {
 
-template <bool kScaled>
+template <bool kScaled, class Shape = ItemShape>
 class CombineOwn {
  public:
   static constexpr bool kScales = kScaled;
@@ -25,7 +25,7 @@ class CombineOwn {
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
   }
 
-  [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
+  [[nodiscard]] __device__ __forceinline__ const Shape& shape() const { return shape_; }
   [[nodiscard]] __device__ __forceinline__ bool is_open() const { return true; }
 
   struct Place {
@@ -111,7 +111,7 @@ class CombineOwn {
  private:
   // Which of its entry's positions a lane's is.
   [[nodiscard]] __device__ __forceinline__ int in_entry(int step) const {
-    return ItemShape::position(step) - shape_.entry[step] * shape_.width;
+    return Shape::position(step) - shape_.entry[step] * shape_.width;
   }
 
   // The factor of route `at` of a token: the plan holds it, or the caller gives it for this call.
@@ -128,7 +128,7 @@ class CombineOwn {
     const int end = count_of(place.first) * shape_.width;
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
-      const bool is_inside = shape_.has(step) && ItemShape::position(step) < end;
+      const bool is_inside = shape_.has(step) && Shape::position(step) < end;
       place.arrival[step] = is_inside ? call_.plan.arrival()[place.first + shape_.entry[step]] : -1;
     }
     return place;
@@ -140,7 +140,7 @@ class CombineOwn {
 
   const CombineLaunch& call_;
   Team team_;
-  ItemShape shape_;
+  Shape shape_;
   int num_tokens_;
   int chunk_tokens_;
   int max_topk_;

@@ -13,7 +13,7 @@ namespace weft {
 
 // With `kCopied` the call goes by copy engines (copy_engines/combine.cu): sums and weights are
 // packed by arrival in this rank's memory instead.
-template <bool kScaled, bool kCopied>
+template <bool kScaled, bool kCopied, class Shape = ItemShape>
 class CombineReduce {
  public:
   static constexpr bool kScales = kScaled;
@@ -36,7 +36,7 @@ class CombineReduce {
     step_sources_ = team.count % sources;
   }
 
-  [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
+  [[nodiscard]] __device__ __forceinline__ const Shape& shape() const { return shape_; }
 
   // Weights that the tokens' ranks hand in, of every rank at once, if they do not come as words of
   // their own. False if the call is given up.
@@ -108,7 +108,7 @@ class CombineReduce {
     const int end = count * max_topk_;
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
-      const int position = ItemShape::position(step);
+      const int position = Shape::position(step);
       if (shape_.has(step) && position < end) {
         numbers.row[step] = call_.plan.slots(static_cast<uint32_t>(place.source))[begin + position];
         if constexpr (kScaled) {
@@ -133,14 +133,13 @@ class CombineReduce {
       if (shape_.has(step)) {
         const int entry = shape_.entry[step];
         const int kept = __shfl_sync(kAllLanes, routes, entry);
-        const bool is_used =
-            entry < item.count && ItemShape::position(step) - entry * max_topk_ < kept;
+        const bool is_used = entry < item.count && Shape::position(step) - entry * max_topk_ < kept;
         item.used[step] = __ballot_sync(kAllLanes, is_used);
         item.row[step] = numbers.row[step];
         if constexpr (kScaled) {
           uint64_t scale = numbers.scale[step];
           if (is_used && !is_of_call(scale, setup_.epoch)) {
-            scale = await_scale(place, ItemShape::position(step));
+            scale = await_scale(place, Shape::position(step));
           }
           item.scale[step] = __uint_as_float(static_cast<uint32_t>(scale));
           const bool is_here = !is_used || is_of_call(scale, setup_.epoch);
@@ -271,7 +270,7 @@ class CombineReduce {
   const RankView& me_;
   TeamProgress& progress_;
   Team team_;
-  ItemShape shape_;
+  Shape shape_;
   int max_topk_;
   int num_sources_;  // this rank is the last, or none
   int num_items_;

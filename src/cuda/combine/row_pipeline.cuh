@@ -37,9 +37,11 @@ struct PipelineShape {
 using ShortRows = PipelineShape<5, 2>;
 using LongRows = PipelineShape<3, 4>;
 
-// How rows come to the warps that add them: into registers, or by one of the two pipelines.
-enum class RowPath : uint8_t { kVector, kShortRows, kLongRows };
-inline constexpr RowPath kRowPaths[] = {RowPath::kVector, RowPath::kShortRows, RowPath::kLongRows};
+// How rows come to the warps that add them: into registers, where tokens are few with less to find
+// out (OneEntry), or by one of the two pipelines.
+enum class RowPath : uint8_t { kVector, kFewTokens, kShortRows, kLongRows };
+inline constexpr RowPath kRowPaths[] = {
+    RowPath::kVector, RowPath::kFewTokens, RowPath::kShortRows, RowPath::kLongRows};
 
 inline RowPath path_of(Mover mover, int64_t row_bytes) {
   if (mover != Mover::kBulk) {

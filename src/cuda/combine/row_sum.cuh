@@ -45,6 +45,20 @@ struct ItemShape {
   }
 };
 
+// The same where an item is one entry, since a chunk is one token. Short calls last about as long
+// as it takes to fetch their instructions, and what is known here is none.
+struct OneEntry {
+  static constexpr int32_t steps = 1;
+  int32_t width = 1;
+  int32_t entry[kItemSteps] = {};
+
+  __device__ explicit OneEntry(int item_width) : width(item_width) {}
+  [[nodiscard]] static __device__ __forceinline__ int position(int /*step*/) {
+    return lane_index();
+  }
+  [[nodiscard]] static constexpr __device__ bool has(int step) { return step == 0; }
+};
+
 struct SumItem {
   bool is_there = false;  // false: there are no more
   int32_t source = 0;
@@ -67,6 +81,23 @@ entry_bits(const ItemShape& shape, const uint32_t (&bits)[kItemSteps], int entry
                              << 32;
   const auto found = static_cast<uint32_t>(two >> shift);
   return shape.width == kWarpLanes ? found : found & ((1U << shape.width) - 1);
+}
+
+__device__ __forceinline__ uint32_t
+entry_bits(const OneEntry& /*shape*/, const uint32_t (&bits)[kItemSteps], int /*entry*/) {
+  return bits[0];
+}
+
+// Of the lane that has it, what an item has in a position.
+template <class T>
+__device__ __forceinline__ T
+at_position(const ItemShape& /*shape*/, const T (&values)[kItemSteps], int position) {
+  return __shfl_sync(kAllLanes, pick(values, position / kWarpLanes), position);
+}
+template <class T>
+__device__ __forceinline__ T
+at_position(const OneEntry& /*shape*/, const T (&values)[kItemSteps], int position) {
+  return __shfl_sync(kAllLanes, values[0], position);
 }
 
 // Adds one vector of a row to its sums; the first vector begins them.
@@ -119,7 +150,7 @@ __device__ __forceinline__ void store_zeros(std::byte* out, int32_t bytes) {
 // Runs all items of a team's source, 16-byte loads two rows ahead.
 template <class Element, bool kScaled, class Source>
 __device__ void sum_rows_vector(Source& source, const Slice& slice) {
-  const ItemShape& shape = source.shape();
+  const auto& shape = source.shape();
   uint32_t finished = 0;
   for (auto at = source.first();; at = source.after(at)) {
     const SumItem item = source.resolve(source.load(at));
@@ -146,9 +177,8 @@ __device__ void sum_rows_vector(Source& source, const Slice& slice) {
         const auto load = [&](int buffer) {
           const int position = entry * shape.width + __ffs(static_cast<int>(left)) - 1;
           left &= left - 1;
-          const int step = position / kWarpLanes;
-          const int32_t row = __shfl_sync(kAllLanes, pick(item.row, step), position);
-          scale[buffer] = __shfl_sync(kAllLanes, pick(item.scale, step), position);
+          const int32_t row = at_position(shape, item.row, position);
+          scale[buffer] = kScaled ? at_position(shape, item.scale, position) : 1.0F;
           const std::byte* data = source.row(row) + slice.offset + offset;
 #pragma unroll
           for (int i = 0; i < kSumVectors; ++i) {

@@ -61,7 +61,7 @@ __device__ __forceinline__ float source_weight_of(const CombineLaunch& call, int
 
 // With `kCopied` the call goes by copy engines (copy_engines/combine.cu): all sums are here when
 // the kernel begins, by rank and arrival.
-template <bool kCopied>
+template <bool kCopied, class Shape = ItemShape>
 class CombineSum {
  public:
   static constexpr bool kScales = false;
@@ -82,7 +82,7 @@ class CombineSum {
         reinterpret_cast<const float*>(own + me_.map.returned_offset(setup.epoch, call.is_eager));
   }
 
-  [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
+  [[nodiscard]] __device__ __forceinline__ const Shape& shape() const { return shape_; }
 
   // The warps that add, before anything else.
   __device__ void begin() const {
@@ -119,7 +119,7 @@ class CombineSum {
     const int end = count_of(place) * me_.num_ranks;
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
-      const int position = ItemShape::position(step);
+      const int position = Shape::position(step);
       const bool is_inside = shape_.has(step) && position < end;
       numbers.arrival[step] = is_inside ? arrival_[begin + position] : -1;
       numbers.primary[step] = is_inside ? primary_[begin + position] : -1;
@@ -146,7 +146,7 @@ class CombineSum {
     for (int step = 0; step < kItemSteps; ++step) {
       if (shape_.has(step)) {
         const int entry = shape_.entry[step];
-        const int rank = ItemShape::position(step) - entry * me_.num_ranks;
+        const int rank = Shape::position(step) - entry * me_.num_ranks;
         if constexpr (kCopied) {
           item.row[step] = rank << kCopiedArrivalBits | max(numbers.arrival[step], 0);
         } else {
@@ -285,7 +285,7 @@ class CombineSum {
   const CallSetup& setup_;
   const RankView& me_;
   Team team_;
-  ItemShape shape_;
+  Shape shape_;
   int max_topk_;
   int num_tokens_;
   int chunk_tokens_;

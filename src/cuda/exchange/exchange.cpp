@@ -157,7 +157,8 @@ uint32_t CudaExchange::fused_replicas(uint64_t shared_bytes) const {
 
 void CudaExchange::set_up(uint64_t stamp) {
   const int gpu = settings_.device.index;
-  if (settings_.mover == Mover::kAuto) {
+  picks_mover_ = settings_.mover == Mover::kAuto;
+  if (picks_mover_) {
     const int major = attribute(cudaDevAttrComputeCapabilityMajor, gpu, context_);
     settings_.mover = major >= 9 ? Mover::kBulk : Mover::kVector;
   }

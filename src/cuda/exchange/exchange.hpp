@@ -344,6 +344,7 @@ class CudaExchange final : public Executor {
   };
   std::optional<OpenCall> open_;
   BlockChoice tuning_;
+  bool picks_mover_ = true;    // Mover::kAuto
   int num_senders_ = 0;        // see set_num_senders()
   int num_gpu_sms_ = 0;        // that calls may occupy
   std::exception_ptr broken_;  // why the exchange can no longer be used

@@ -155,6 +155,7 @@ struct CombineLaunch : RowsLaunch {
   PeerAddress staging;
   std::byte* staged = nullptr;  // the same, as this rank sees it
   bool is_eager = false;        // sums and weights go among the eager rows instead
+  bool is_short = false;        // a chunk of any rank is one token, and a block has few: OneEntry
   bool reads_own = false;       // see reads_own_rows()
   bool codes_output = false;    // with payload.wire: `out` are rows of payload.wire_bytes
   RowMarks ready;
@@ -207,7 +208,7 @@ static_assert(
 }
 
 // Tokens that one block of combine's summing role works on at the same time.
-[[nodiscard]] int sums_at_once(Mover mover, int64_t row_bytes, int64_t num_tokens);
+[[nodiscard]] int sums_at_once(const CombineLaunch& call, int64_t num_tokens);
 
 // Microseconds of waits that are added to sums: for each of `count` ranks what the host knows and,
 // with `local`, what this GPU has waited for the rank in the same place of its domain.
