@@ -390,6 +390,10 @@ int run(int argc, char** argv) {
   app.add_flag(
       "--gpus", is_on_gpus, "On the GPUs of this host; deaths and readmissions are counted apart"
   );
+  GpuDeathCounts on_gpus;
+  app.add_option(
+      "--limit-seconds", on_gpus.seconds, "On GPUs: no group of processes begins after so long"
+  );
   app.add_option("--json", json_path, "Write the results to this file");
   app.add_flag("--smoke", is_smoke, "Small, as a test");
   CLI11_PARSE(app, argc, argv);
@@ -419,7 +423,9 @@ int run(int argc, char** argv) {
   };
   if (is_on_gpus) {
     if (num_deaths + num_returns > 0) {  // first: it forks
-      measure_gpu_deaths(num_deaths, num_returns, seed, tell);
+      on_gpus.deaths = num_deaths;
+      on_gpus.returns = num_returns;
+      measure_gpu_deaths(on_gpus, seed, tell);
     }
     if (num_samples > 0) {
       tell_more(measure_gpu_cost(num_samples, is_smoke));

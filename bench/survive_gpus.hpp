@@ -12,10 +12,16 @@ namespace weft::bench {
 // Called with the rows of a measurement, as far as it has come.
 using TellRows = std::function<void(const nlohmann::ordered_json& rows)>;
 
-// Deaths of processes that share the GPUs, in eager calls and replayed graphs; after so many of
-// them in each a new process takes the place. It forks: before anything of CUDA is used. Throws
-// Error (kUnsupported, kNotAvailable) without a GPU.
-void measure_gpu_deaths(int num_deaths, int num_returns, uint64_t seed, const TellRows& tell);
+// How much is asked for, of eager calls and of replayed graphs each.
+struct GpuDeathCounts {
+  int deaths = 0;        // after which nobody comes
+  int returns = 0;       // deaths after which a new process takes the place
+  double seconds = 1e9;  // after which nothing more is begun
+};
+
+// Deaths of processes that share the GPUs, in eager calls and replayed graphs in turns. It forks:
+// before anything of CUDA is used. Throws Error (kUnsupported, kNotAvailable) without a GPU.
+void measure_gpu_deaths(const GpuDeathCounts& counts, uint64_t seed, const TellRows& tell);
 
 // What cases A and D cost more with PeerLoss::kShrink than without while nobody dies, both in turns
 // in this process, a rank for each GPU: a row for each. Throws as above.

@@ -253,24 +253,32 @@ class Tally {
 
 }  // namespace
 
-void measure_gpu_deaths(int num_deaths, int num_returns, uint64_t seed, const TellRows& tell) {
+void measure_gpu_deaths(const GpuDeathCounts& counts, uint64_t seed, const TellRows& tell) {
   const int num_gpus = count_gpus_apart();
   WEFT_CHECK(Context{}, num_gpus > 0, ErrorCode::kNotAvailable, "survive_bench: no GPU is visible");
   // Graphs stay right when a new process comes where its memory has the old addresses.
   std::array<Tally, 2> tallies = {Tally(false, "ipc"), Tally(true, "vmm")};
-  for (Tally& tally : tallies) {
-    const int all = num_deaths + num_returns;
-    program::Progress progress("deaths");
-    while (tally.num_deaths() < all) {
-      progress.update(static_cast<double>(tally.num_deaths()) / all);
-      const int left = num_returns - tally.num_returns();
-      tally.run(num_gpus, seed++, std::min(left, kReturnsOfGroup));
-      Json rows = Json::array();
-      for (const Tally& one : tallies) {
-        one.add_to(rows);
-      }
-      tell(rows);
+  const int all = counts.deaths + counts.returns;
+  const auto is_through = [&](const Tally& tally) { return tally.num_deaths() >= all; };
+  const program::Stopwatch watch;
+  program::Progress progress("deaths");
+  for (size_t turn = 0; !std::ranges::all_of(tallies, is_through); ++turn) {
+    Tally& tally = tallies[turn % tallies.size()];
+    if (is_through(tally)) {
+      continue;
     }
+    if (watch.seconds() > counts.seconds) {
+      break;
+    }
+    const int done = tallies[0].num_deaths() + tallies[1].num_deaths();
+    progress.update(static_cast<double>(done) / (2 * all));
+    const int left = counts.returns - tally.num_returns();
+    tally.run(num_gpus, seed++, std::min(left, kReturnsOfGroup));
+    Json rows = Json::array();
+    for (const Tally& one : tallies) {
+      one.add_to(rows);
+    }
+    tell(rows);
   }
 }
 

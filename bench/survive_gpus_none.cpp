@@ -5,13 +5,13 @@
 namespace weft::bench {
 
 void measure_gpu_deaths(
-    int /*num_deaths*/, int /*num_returns*/, uint64_t /*seed*/, const TellRows& /*tell*/
+    const GpuDeathCounts& /*counts*/, uint64_t /*seed*/, const TellRows& /*tell*/
 ) {
   WEFT_RAISE(Context{}, ErrorCode::kUnsupported, "survive_bench: --gpus in a build without CUDA");
 }
 
 nlohmann::ordered_json measure_gpu_cost(int /*num_samples*/, bool /*is_small*/) {
-  measure_gpu_deaths(0, 0, 0, {});
+  measure_gpu_deaths({}, 0, {});
   return {};
 }
 
