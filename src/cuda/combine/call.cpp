@@ -20,7 +20,8 @@ void CudaExchange::combine(
     prepare_rows(launch, shape, payload_of(in, settings_.max_topk));
     const bool is_coded = in.wire != Wire::kNone;
     launch.mover = is_coded ? Mover::kVector : launch.mover;
-    launch.reads_own = launch.one_row && !is_coded;
+    launch.is_by_choice = shape.shape.options.order == SumOrder::kTopk;
+    launch.reads_own = (launch.one_row || launch.is_by_choice) && !is_coded;
     launch.codes_output = codes_output(in, out);
     launch.rows = in.rows.data;
     launch.row_weights = reinterpret_cast<const float*>(in.weights.data);
@@ -38,8 +39,7 @@ void CudaExchange::combine(
     // Weights of the tokens' ranks would have to be there first; copies bring a row an arrival, as
     // it is.
     const bool is_copied = !is_coded && !launch.has_source_weights &&
-                           in.rows.dtype != DType::kFloat32 &&
-                           shape.shape.options.order == SumOrder::kRank &&
+                           in.rows.dtype != DType::kFloat32 && !launch.is_by_choice &&
                            goes_by_copies(launch.copied.rows, call, stream);
     launch.signature = signature_of(
         {.op = Op::kCombine,
@@ -65,8 +65,7 @@ void CudaExchange::combine_by_stores(
     const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
 ) {
   const int num_sms = sms_of(call);
-  const bool is_by_choice = plan.shape.options.order == SumOrder::kTopk;
-  if (is_alone(launch) && !is_by_choice) {
+  if (is_alone(launch)) {
     const int chunks = num_device_chunks(static_cast<int>(plan.shape.num_tokens));
     launch.is_short =
         picks_mover_ && plan.shape.num_tokens <= num_sms && is_short_call(plan.shape.num_tokens);
@@ -76,14 +75,15 @@ void CudaExchange::combine_by_stores(
     return;
   }
   const int64_t per_token =
-      is_by_choice ? plan.shape.topk : std::min(view_.num_ranks, plan.shape.topk);
+      launch.is_by_choice ? plan.shape.topk : std::min(view_.num_ranks, plan.shape.topk);
   const int64_t rows = std::max<int64_t>(settings_.max_tokens, 1) * per_token;
   const PeerRegion& area =
       staging_of(static_cast<uint64_t>(rows * launch.payload.wire_bytes), stream);
   launch.staging = {.region = area.region, .offset = 0};
   launch.staged = area.data;
   // Weights have one place there, for one of their two ways, and a token a row for each rank.
-  launch.is_eager = !is_by_choice && launch.payload.wire_bytes <= control_map_.eager_row_bytes &&
+  launch.is_eager = !launch.is_by_choice &&
+                    launch.payload.wire_bytes <= control_map_.eager_row_bytes &&
                     !(launch.has_source_weights && launch.payload.weight_bytes > 0);
   launch.is_short = picks_mover_ && launch.is_eager;
 
@@ -106,7 +106,7 @@ void CudaExchange::combine_by_stores(
   if (launch.payload.wire != Wire::kNone) {
     launch_coded_combine(launch, stream);
   } else {
-    is_by_choice ? launch_topk_combine(launch, stream) : launch_combine(launch, stream);
+    launch.is_by_choice ? launch_topk_combine(launch, stream) : launch_combine(launch, stream);
   }
 }
 

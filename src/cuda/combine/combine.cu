@@ -93,20 +93,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-template <class Shape, class Element, bool kScaled>
+template <class Shape, class Element, bool kScaled, bool kByChoice>
 __global__ void __launch_bounds__(kRoleThreads, 1)
     combine_own_vector(const __grid_constant__ CombineLaunch call) {
   __shared__ CallSetup setup;
   const int warps = warps_of<Shape>(call);
   if (begin_call(setup, call) && warp_in_block() < kMoverWarps) {
     const Team team = make_team(warps, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-    CombineOwn<kScaled, Shape> source(call, team);
+    CombineOwn<kScaled, kByChoice, Shape> source(call, team);
     sum_rows_vector<Element, kScaled>(source, slice_of(team, call.payload.row_bytes, kSumPiece));
   }
   finish_call</*kRenewsApart=*/false>(call.me, setup.epoch);
 }
 
-template <class Shape, class Element, bool kScaled>
+template <class Shape, class Element, bool kScaled, bool kByChoice>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     combine_own_bulk(const __grid_constant__ CombineLaunch call) {
 #if __CUDA_ARCH__ >= 900
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const Team team =
       pipeline_team<Shape>(role, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   if (begin_call(setup, call)) {
-    CombineOwn<kScaled> source(call, team);
+    CombineOwn<kScaled, kByChoice> source(call, team);
     if (role.is_loader) {
       load_rows(source, role.pipeline, stages, pipelines);
     } else if (role.adder >= 0) {
@@ -134,22 +134,32 @@ RowPath path_of(const CombineLaunch& call) {
   return call.is_short ? RowPath::kFewTokens : path_of(call.mover, call.payload.row_bytes);
 }
 
-CombineKernel kernel_of(RowPath path, bool is_scaled, DType dtype, bool is_alone) {
+// Whose rows a kernel adds: those of all ranks, or of one alone, in either order.
+enum class Rows : uint8_t { kOfPeers, kOwn, kOwnByChoice };
+constexpr Rows kAllRows[] = {Rows::kOfPeers, Rows::kOwn, Rows::kOwnByChoice};
+
+Rows rows_of(const CombineLaunch& call) {
+  return !is_alone(call) ? Rows::kOfPeers : call.is_by_choice ? Rows::kOwnByChoice : Rows::kOwn;
+}
+
+CombineKernel kernel_of(RowPath path, bool is_scaled, DType dtype, Rows rows) {
   return with_element(dtype, [&]<class Element>(Element) -> CombineKernel {
     const auto with_scale = [&](const auto& pick) {
       return is_scaled ? pick(std::true_type{}) : pick(std::false_type{});
     };
     const auto bulk = [&]<class Shape>(Shape) -> CombineKernel {
       const auto pick = [&](auto scaled) {
-        return is_alone ? combine_own_bulk<Shape, Element, scaled.value>
-                        : combine_bulk<Shape, Element, scaled.value>;
+        return rows == Rows::kOfPeers ? combine_bulk<Shape, Element, scaled.value>
+               : rows == Rows::kOwn   ? combine_own_bulk<Shape, Element, scaled.value, false>
+                                      : combine_own_bulk<Shape, Element, scaled.value, true>;
       };
       return {with_scale(pick), Shape::kThreads, kRowStageBytes};
     };
     const auto vector = [&]<class Shape>(std::type_identity<Shape>) -> CombineKernel {
       const auto pick = [&](auto scaled) {
-        return is_alone ? combine_own_vector<Shape, Element, scaled.value>
-                        : combine_vector<Shape, Element, scaled.value>;
+        return rows == Rows::kOfPeers ? combine_vector<Shape, Element, scaled.value>
+               : rows == Rows::kOwn   ? combine_own_vector<Shape, Element, scaled.value, false>
+                                      : combine_own_vector<Shape, Element, scaled.value, true>;
       };
       return {with_scale(pick), kRoleThreads};
     };
@@ -172,8 +182,9 @@ void prepare_combine() {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const bool is_scaled : {false, true}) {
       for (const RowPath path : kRowPaths) {
-        prepare(kernel_of(path, is_scaled, dtype, false));
-        prepare(kernel_of(path, is_scaled, dtype, true));
+        for (const Rows rows : kAllRows) {
+          prepare(kernel_of(path, is_scaled, dtype, rows));
+        }
       }
     }
   }
@@ -182,7 +193,7 @@ void prepare_combine() {
 void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
   const RowPath path = path_of(call);
   const bool is_scaled = call.scale != CombineScale::kNone;
-  const CombineKernel kernel = kernel_of(path, is_scaled, call.payload.dtype, is_alone(call));
+  const CombineKernel kernel = kernel_of(path, is_scaled, call.payload.dtype, rows_of(call));
   launch(kernel, call.num_reduce + call.num_sum, call, stream);
 }
 

@@ -3,7 +3,7 @@
 // adds each token's rows where the caller has them. There is nobody to send sums to, so that they
 // go straight to the caller, with the bits of the two roles of reduce.cuh and sum.cuh: a sum of one
 // partial sum is that partial sum. row_sum.cuh adds. Before: the caller's experts; after: the
-// caller.
+// caller. With SumOrder::kTopk they are added in the order of the token's choices.
 #pragma once
 
 #include "cuda/combine/row_sum.cuh"
@@ -12,7 +12,7 @@
 
 namespace weft {
 
-template <bool kScaled, class Shape = ItemShape>
+template <bool kScaled, bool kByChoice, class Shape = ItemShape>
 class CombineOwn {
  public:
   static constexpr bool kScales = kScaled;
@@ -28,15 +28,16 @@ class CombineOwn {
   [[nodiscard]] __device__ __forceinline__ const Shape& shape() const { return shape_; }
   [[nodiscard]] __device__ __forceinline__ bool is_open() const { return true; }
 
+  // Where the numbers of this lane's positions lie: of a token's arrival, whose routes are in the
+  // order of ranks and experts, or of the token itself, whose choices may be none.
   struct Place {
     int chunk = 0;
-    int first = 0;                     // token
-    int32_t arrival[kItemSteps] = {};  // of the token of this lane's position, -1 = none
+    int first = 0;                   // token
+    int32_t entry[kItemSteps] = {};  // arrival or token, -1 = none
   };
-  // Of a token's arrival, whose routes are in the order in which they are added.
   struct Numbers {
     Place place;
-    int32_t num_routes[kItemSteps] = {};
+    bool is_used[kItemSteps] = {};
     int32_t slot[kItemSteps] = {};
     float scale[kItemSteps] = {};
   };
@@ -51,13 +52,18 @@ class CombineOwn {
     numbers.place = place;
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
-      const int32_t arrival = place.arrival[step];
-      if (shape_.has(step) && arrival >= 0) {
-        const int64_t at = static_cast<int64_t>(arrival) * max_topk_ + in_entry(step);
-        numbers.num_routes[step] = call_.plan.heads(0)[arrival].num_routes;
-        numbers.slot[step] = call_.plan.slots(0)[at];
+      const int32_t entry = place.entry[step];
+      if (shape_.has(step) && entry >= 0) {
+        const int64_t at = static_cast<int64_t>(entry) * max_topk_ + in_entry(step);
+        if constexpr (kByChoice) {
+          numbers.slot[step] = call_.plan.route_slot()[at];
+          numbers.is_used[step] = numbers.slot[step] >= 0;
+        } else {
+          numbers.slot[step] = call_.plan.slots(0)[at];
+          numbers.is_used[step] = in_entry(step) < call_.plan.heads(0)[entry].num_routes;
+        }
         if constexpr (kScaled) {
-          numbers.scale[step] = scale_of(at, place.first + shape_.entry[step]);
+          numbers.scale[step] = scale_of(at, place.first + shape_.entry[step], in_entry(step));
         }
       }
     }
@@ -74,7 +80,7 @@ class CombineOwn {
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
       if (shape_.has(step)) {
-        item.used[step] = __ballot_sync(kAllLanes, in_entry(step) < numbers.num_routes[step]);
+        item.used[step] = __ballot_sync(kAllLanes, numbers.is_used[step]);
         item.row[step] = numbers.slot[step];
         item.scale[step] = numbers.scale[step];
       }
@@ -114,12 +120,14 @@ class CombineOwn {
     return Shape::position(step) - shape_.entry[step] * shape_.width;
   }
 
-  // The factor of route `at` of a token: the plan holds it, or the caller gives it for this call.
-  [[nodiscard]] __device__ __forceinline__ float scale_of(int64_t at, int token) const {
+  // The factor of route `at` of a token, which is in that position: the plan holds it, or the
+  // caller gives it for this call.
+  [[nodiscard]] __device__ __forceinline__ float scale_of(int64_t at, int token, int position)
+      const {
     if (call_.scale == CombineScale::kPlanWeights) {
-      return call_.plan.weights(0)[at];
+      return kByChoice ? call_.plan.route_weight()[at] : call_.plan.weights(0)[at];
     }
-    const int32_t k = call_.plan.origins(0)[at] & 0xff;
+    const int32_t k = kByChoice ? position : call_.plan.origins(0)[at] & 0xff;
     return k < call_.topk ? source_weight_of(call_, token, k) : 0.0F;  // else of no route
   }
 
@@ -129,7 +137,8 @@ class CombineOwn {
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
       const bool is_inside = shape_.has(step) && Shape::position(step) < end;
-      place.arrival[step] = is_inside ? call_.plan.arrival()[place.first + shape_.entry[step]] : -1;
+      const int token = place.first + shape_.entry[step];
+      place.entry[step] = !is_inside ? -1 : kByChoice ? token : call_.plan.arrival()[token];
     }
     return place;
   }

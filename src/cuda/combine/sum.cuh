@@ -208,7 +208,8 @@ class CombineSum {
       return setup_.weights[rank] + arrival * max_topk_ + k;
     }
     if (reads_own_rows(call_) && call_.plan.route_expert()[route] / local_experts == me_.rank) {
-      return call_.row_weights + int64_t{call_.plan.route_slot()[route]} * call_.topk + k;
+      const int64_t slot = call_.plan.route_slot()[route];
+      return call_.row_weights + (call_.one_row ? slot * call_.topk + k : slot);
     }
     return returned_ + route;
   }

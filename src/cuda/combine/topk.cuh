@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two roles of combine with SumOrder::kTopk, also in a group of one rank. Teams of the first
+// The two roles of combine with SumOrder::kTopk in a group of several ranks. Teams of the first
 // copy the row of each route to the staging of the token's rank, to the place of its token and
-// choice; teams of the second wait for a chunk of tokens and add what lies there, choice by choice.
-// They take items, signals and weights' gradients from the roles of the other order (reduce.cuh,
-// sum.cuh).
+// choice, unless that is this rank; teams of the second wait for a chunk of tokens and add what
+// lies there and this rank's own rows, choice by choice. own.cuh has one rank. They take items,
+// signals and weights' gradients from the roles of the other order (reduce.cuh, sum.cuh).
 #pragma once
 
 #include "cuda/combine/reduce.cuh"
@@ -103,6 +103,7 @@ class TopkSum {
   struct Numbers {
     Place place;
     int32_t slot[kItemSteps];  // of the choice of this lane's position, -1 = none
+    int32_t expert[kItemSteps];
     float scale[kItemSteps];
   };
 
@@ -123,7 +124,9 @@ class TopkSum {
       if (shape_.has(step) && position < end) {
         const int64_t token = place.first + shape_.entry[step];
         const int k = position - shape_.entry[step] * call_.topk;
-        numbers.slot[step] = call_.plan.route_slot()[token * call_.plan.map.max_topk + k];
+        const int64_t route = token * call_.plan.map.max_topk + k;
+        numbers.slot[step] = call_.plan.route_slot()[route];
+        numbers.expert[step] = call_.plan.route_expert()[route];
         if (kScaled && numbers.slot[step] >= 0) {
           numbers.scale[step] = scale_of(token, k);
         }
@@ -144,6 +147,9 @@ class TopkSum {
       if (shape_.has(step)) {
         item.used[step] = __ballot_sync(kAllLanes, numbers.slot[step] >= 0);
         item.row[step] = place.first * call_.topk + ItemShape::position(step);
+        if (numbers.slot[step] >= 0 && is_own(numbers.expert[step])) {
+          item.row[step] = ~numbers.slot[step];
+        }
         item.scale[step] = numbers.scale[step];
       }
     }
@@ -154,7 +160,8 @@ class TopkSum {
     return tokens_.wait(item);
   }
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
-    return call_.staged + static_cast<int64_t>(index) * call_.payload.row_bytes;
+    const std::byte* rows = index < 0 ? call_.rows : call_.staged;
+    return rows + static_cast<int64_t>(index < 0 ? ~index : index) * call_.payload.row_bytes;
   }
   [[nodiscard]] __device__ __forceinline__ std::byte* out(int source, int32_t row) const {
     return tokens_.out(source, row);
@@ -164,6 +171,12 @@ class TopkSum {
   }
 
  private:
+  [[nodiscard]] __device__ __forceinline__ bool is_own(int32_t expert) const {
+    const uint32_t rank =
+        call_.plan.map.experts_per_rank.divide(static_cast<uint32_t>(max(expert, 0)));
+    return rank == static_cast<uint32_t>(call_.me.rank);
+  }
+
   // The factor of a route that was kept.
   [[nodiscard]] __device__ __forceinline__ float scale_of(int64_t token, int k) const {
     return call_.scale == CombineScale::kPlanWeights

@@ -157,6 +157,7 @@ struct CombineLaunch : RowsLaunch {
   bool is_eager = false;        // sums and weights go among the eager rows instead
   bool is_short = false;        // a chunk of any rank is one token, and a block has few: OneEntry
   bool reads_own = false;       // see reads_own_rows()
+  bool is_by_choice = false;    // SumOrder::kTopk
   bool codes_output = false;    // with payload.wire: `out` are rows of payload.wire_bytes
   RowMarks ready;
   int32_t num_reduce = 1;  // blocks of each role
@@ -176,8 +177,8 @@ static_assert(
 }
 
 // Whether the sum role reads what the rows of this rank's own tokens hold where the caller has it:
-// there is one row for each token, so that nothing is to be summed before, nor to be coded. The
-// other role leaves them out then.
+// nothing is to be summed before, as there is one row for each token or one for each choice, nor to
+// be coded. The other role leaves them out then.
 [[nodiscard]] WEFT_HD inline bool reads_own_rows(const CombineLaunch& call) {
   return call.reads_own;
 }
