@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of experts, for test_same_as_cpu.py."""
+"""Replicas of experts, for call_cases.py."""
 
 import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of EPBuffer, for test_same_as_cpu.py."""
+"""Calls of EPBuffer, for call_cases.py."""
 
 import torch
 
