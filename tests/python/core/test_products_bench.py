@@ -43,7 +43,7 @@ def by_others(rows, weights):
     [
         (by_row, (1, True, True)),
         (small_otherwise, (8, True, True)),
-        (by_number, (None, True, True)),
+        (by_number, (None, None, True)),
         (by_place, (1, False, True)),
         (by_others, (1, True, False)),
     ],
