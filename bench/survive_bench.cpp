@@ -17,6 +17,7 @@
 #include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
+#include <utility>
 #include <vector>
 
 #include "cli/progress.hpp"
@@ -368,84 +369,108 @@ void print(const Json& rows) {
   }
 }
 
+struct Asked {
+  GpuDeathCounts counts = {.deaths = 200, .returns = 200};  // on CPUs, too, but for the seconds
+  int samples = 50;
+  uint64_t seed = 1;
+  bool is_on_gpus = false;
+  bool is_smoke = false;
+  std::string json_path;
+};
+
+void add_options(CLI::App& app, Asked& asked) {
+  app.add_option("--deaths", asked.counts.deaths, "How many deaths; 0: none")
+      ->capture_default_str();
+  app.add_option("--readmissions", asked.counts.returns, "How many of them; 0: none")
+      ->capture_default_str();
+  app.add_option(
+         "--samples", asked.samples, "Of the cost in case A; case D has 20 times as many; 0: none"
+  )
+      ->capture_default_str();
+  app.add_option("--seed", asked.seed, "Of deaths and readmissions")->capture_default_str();
+  app.add_flag(
+      "--gpus",
+      asked.is_on_gpus,
+      "On the GPUs of this host; eager calls and graphs are counted apart"
+  );
+  app.add_option(
+      "--limit-seconds", asked.counts.seconds, "On GPUs: no group of processes begins after so long"
+  );
+  app.add_option("--json", asked.json_path, "Write the results to this file");
+  app.add_flag("--smoke", asked.is_smoke, "Small, as a test");
+}
+
+// The rows of a run, which are in its file as far as they have come.
+class Rows {
+ public:
+  explicit Rows(std::string json_path) : json_path_(std::move(json_path)) {}
+
+  [[nodiscard]] const Json& all() const { return rows_; }
+  void add(const Json& more) {
+    Json all = rows_;
+    all.insert(all.end(), more.begin(), more.end());
+    set(all);
+  }
+  void set(const Json& rows) {
+    rows_ = rows;
+    if (json_path_.empty()) {
+      return;
+    }
+    const auto save = [this](const Group& /*alone*/) {
+      program::save_results(json_path_, rows_, {});
+      return 0;
+    };
+    // It asks CUDA for the GPUs, and who has used CUDA must not fork ranks that use it.
+    static_cast<void>(run_forked(1, save));
+  }
+
+ private:
+  std::string json_path_;
+  Json rows_ = Json::array();
+};
+
+void measure_on_gpus(const Asked& asked, Rows& rows) {
+  if (asked.counts.deaths + asked.counts.returns > 0) {  // first: it forks
+    measure_gpu_deaths(asked.counts, asked.seed, [&](const Json& latest) { rows.set(latest); });
+  }
+  if (asked.samples > 0) {
+    rows.add(measure_gpu_cost(asked.samples, asked.is_smoke));
+  }
+}
+
+void measure_on_cpus(const Asked& asked, Rows& rows) {
+  if (asked.counts.deaths > 0) {
+    rows.add(Json::array({measure_deaths(asked.counts.deaths, asked.seed)}));
+  }
+  if (asked.counts.returns > 0) {
+    rows.add(Json::array({measure_readmissions(asked.counts.returns, asked.seed)}));
+  }
+  if (asked.samples > 0) {
+    const int64_t hidden = asked.is_smoke ? 256 : kHidden;
+    const CostCase a = {.name = 'A', .tokens = 512, .iterations = asked.samples};
+    const CostCase d = {.name = 'D', .tokens = 128, .iterations = 20 * asked.samples};
+    rows.add(Json::array({measure_cost(a, hidden), measure_cost(d, hidden)}));
+  }
+}
+
 int run(int argc, char** argv) {
   CLI::App app(
       "How soon do survivors go on, and a new process with them, and what does it cost to be ready "
       "for that?"
   );
-  std::string json_path;
-  int num_deaths = 200;
-  int num_returns = 200;
-  int num_samples = 50;
-  uint64_t seed = 1;
-  bool is_smoke = false;
-  app.add_option("--deaths", num_deaths, "How many deaths; 0: none")->capture_default_str();
-  app.add_option("--readmissions", num_returns, "How many of them; 0: none")->capture_default_str();
-  app.add_option(
-         "--samples", num_samples, "Of the cost in case A; case D has 20 times as many; 0: none"
-  )
-      ->capture_default_str();
-  app.add_option("--seed", seed, "Of deaths and readmissions")->capture_default_str();
-  bool is_on_gpus = false;
-  app.add_flag(
-      "--gpus", is_on_gpus, "On the GPUs of this host; deaths and readmissions are counted apart"
-  );
-  GpuDeathCounts on_gpus;
-  app.add_option(
-      "--limit-seconds", on_gpus.seconds, "On GPUs: no group of processes begins after so long"
-  );
-  app.add_option("--json", json_path, "Write the results to this file");
-  app.add_flag("--smoke", is_smoke, "Small, as a test");
+  Asked asked;
+  add_options(app, asked);
   CLI11_PARSE(app, argc, argv);
-  if (is_smoke) {
-    num_deaths = std::min(num_deaths, 2);
-    num_returns = std::min(num_returns, 2);
-    num_samples = std::min(num_samples, 2);
+  if (asked.is_smoke) {
+    asked.counts.deaths = std::min(asked.counts.deaths, 2);
+    asked.counts.returns = std::min(asked.counts.returns, 2);
+    asked.samples = std::min(asked.samples, 2);
   }
   ::setenv("WEFT_LOG", "error", 0);  // each loss is a warning
-  const int64_t hidden = is_smoke ? 256 : kHidden;
-  Json rows = Json::array();
-  const auto tell = [&](const Json& latest) {
-    rows = latest;
-    if (!json_path.empty()) {  // what there is, should the rest not come
-      const auto save = [&](const Group& /*alone*/) {
-        program::save_results(json_path, rows, {});
-        return 0;
-      };
-      // It asks CUDA for the GPUs, and who has used CUDA must not fork ranks that use it.
-      static_cast<void>(run_forked(1, save));
-    }
-  };
-  const auto tell_more = [&](const Json& more) {
-    Json all = rows;
-    all.insert(all.end(), more.begin(), more.end());
-    tell(all);
-  };
-  if (is_on_gpus) {
-    if (num_deaths + num_returns > 0) {  // first: it forks
-      on_gpus.deaths = num_deaths;
-      on_gpus.returns = num_returns;
-      measure_gpu_deaths(on_gpus, seed, tell);
-    }
-    if (num_samples > 0) {
-      tell_more(measure_gpu_cost(num_samples, is_smoke));
-    }
-  } else {
-    if (num_deaths > 0) {
-      tell_more(Json::array({measure_deaths(num_deaths, seed)}));
-    }
-    if (num_returns > 0) {
-      tell_more(Json::array({measure_readmissions(num_returns, seed)}));
-    }
-    if (num_samples > 0) {
-      tell_more(Json::array(
-          {measure_cost({.name = 'A', .tokens = 512, .iterations = num_samples}, hidden),
-           measure_cost({.name = 'D', .tokens = 128, .iterations = 20 * num_samples}, hidden)}
-      ));
-    }
-  }
-  print(rows);
-  const bool is_good = std::ranges::all_of(rows, [](const Json& row) {
+  Rows rows(asked.json_path);
+  asked.is_on_gpus ? measure_on_gpus(asked, rows) : measure_on_cpus(asked, rows);
+  print(rows.all());
+  const bool is_good = std::ranges::all_of(rows.all(), [](const Json& row) {
     return row.value("wrong", 0) == 0 && row.value("hung", 0) == 0;
   });
   return is_good ? 0 : 1;
