@@ -12,65 +12,11 @@
 #include "balance_oracle.hpp"
 #include "plan/balance/routing.hpp"
 #include "plan/random_routing.hpp"
+#include "unit/plan/balance_cases.hpp"
 #include "unit/plan/plan_cases.hpp"
 
 namespace weft {
 namespace {
-
-struct BalanceCase {
-  int num_ranks = 0;
-  int num_experts = 0;
-  std::vector<RouteTable> routes;  // by rank
-  std::vector<int32_t> counts;     // [num_ranks, num_experts]
-  BalanceOptions options;
-
-  [[nodiscard]] int32_t count(int source, int expert) const {
-    return counts[static_cast<size_t>(source * num_experts + expert)];
-  }
-  [[nodiscard]] Balance plan() const { return plan_balance(counts, num_ranks, options); }
-  [[nodiscard]] Balance plan_with(int replicas) const {
-    BalanceOptions other = options;
-    other.replicas = replicas;
-    return plan_balance(counts, num_ranks, other);
-  }
-};
-
-template <class T>
-T pick(RandomSource& random, std::initializer_list<T> values) {
-  return *(values.begin() + random.below(values.size()));
-}
-
-BalanceCase random_balance_case(uint64_t seed) {
-  RandomSource random(seed);
-  BalanceCase c;
-  c.num_ranks = static_cast<int>(random.between(1, 9));
-  c.num_experts = c.num_ranks * pick(random, {1, 2, 3, 7});
-  c.options.replicas = static_cast<int>(random.between(0, 4));
-  c.options.min_rows = pick<int64_t>(random, {1, 1, 2, 10, 100});
-  const int per_domain = pick(random, {0, 1, 2, 3});
-  for (int rank = 0; per_domain > 0 && rank < c.num_ranks; ++rank) {
-    c.options.domain_of.push_back(rank / per_domain);
-  }
-  RandomRouting spec;
-  spec.num_experts = c.num_experts;
-  spec.topk = std::min(c.num_experts, pick(random, {1, 2, 4}));
-  spec.popularity = pick(random, {Popularity::kUniform, Popularity::kZipf, Popularity::kOneExpert});
-  spec.repeat_experts = true;
-  spec.zipf_exponent = pick(random, {0.5, 1.0, 2.0});
-  spec.hole_fraction = pick(random, {0.0, 0.3, 1.0});
-  spec.seed = random.next();
-  c.counts.resize(static_cast<size_t>(c.num_ranks * c.num_experts));
-  for (int rank = 0; rank < c.num_ranks; ++rank) {
-    spec.num_tokens = pick(random, {0, 1, 30, 200});
-    c.routes.push_back(random_routing(spec, rank));
-    for (const int32_t expert : c.routes.back().expert) {
-      if (expert >= 0) {
-        ++c.counts[static_cast<size_t>(rank * c.num_experts + expert)];
-      }
-    }
-  }
-  return c;
-}
 
 class RandomBalanceTest : public ::testing::TestWithParam<int> {
  protected:
@@ -443,10 +389,10 @@ TEST(BalanceTest, IsNearTheBestOfAllPlacements) {
   for (int i = 0; i < num_cases; ++i) {
     BalanceCase c;
     c.num_ranks = 3;
-    c.num_experts = pick(random, {3, 6});
+    c.num_experts = pick_one(random, {3, 6});
     c.options.replicas = 1;
     for (int n = 0; n < c.num_ranks * c.num_experts; ++n) {
-      c.counts.push_back(static_cast<int32_t>(random.below(pick<uint64_t>(random, {5, 50}))));
+      c.counts.push_back(static_cast<int32_t>(random.below(pick_one<uint64_t>(random, {5, 50}))));
     }
     const int64_t busiest = c.plan().placement.busiest();
     const int64_t best = best_of_all(c);
