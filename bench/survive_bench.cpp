@@ -370,7 +370,7 @@ void print(const Json& rows) {
 }
 
 struct Asked {
-  GpuDeathCounts counts = {.deaths = 200, .returns = 200};  // on CPUs, too, but for the seconds
+  DeathCounts counts = {.deaths = 200, .returns = 200};
   int samples = 50;
   uint64_t seed = 1;
   bool is_on_gpus = false;

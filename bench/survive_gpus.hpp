@@ -12,16 +12,16 @@ namespace weft::bench {
 // Called with the rows of a measurement, as far as it has come.
 using TellRows = std::function<void(const nlohmann::ordered_json& rows)>;
 
-// How much is asked for, of eager calls and of replayed graphs each.
-struct GpuDeathCounts {
+// How much is asked for; on GPUs of eager calls and of replayed graphs each.
+struct DeathCounts {
   int deaths = 0;        // after which nobody comes
   int returns = 0;       // deaths after which a new process takes the place
-  double seconds = 1e9;  // after which nothing more is begun
+  double seconds = 1e9;  // after which nothing more is begun, on GPUs
 };
 
 // Deaths of processes that share the GPUs, in eager calls and replayed graphs in turns. It forks:
 // before anything of CUDA is used. Throws Error (kUnsupported, kNotAvailable) without a GPU.
-void measure_gpu_deaths(const GpuDeathCounts& counts, uint64_t seed, const TellRows& tell);
+void measure_gpu_deaths(const DeathCounts& counts, uint64_t seed, const TellRows& tell);
 
 // What cases A and D cost more with PeerLoss::kShrink than without while nobody dies, both in turns
 // in this process, a rank for each GPU: a row for each. Throws as above.

@@ -253,7 +253,7 @@ class Tally {
 
 }  // namespace
 
-void measure_gpu_deaths(const GpuDeathCounts& counts, uint64_t seed, const TellRows& tell) {
+void measure_gpu_deaths(const DeathCounts& counts, uint64_t seed, const TellRows& tell) {
   const int num_gpus = count_gpus_apart();
   WEFT_CHECK(Context{}, num_gpus > 0, ErrorCode::kNotAvailable, "survive_bench: no GPU is visible");
   // Graphs stay right when a new process comes where its memory has the old addresses.

@@ -5,7 +5,7 @@
 namespace weft::bench {
 
 void measure_gpu_deaths(
-    const GpuDeathCounts& /*counts*/, uint64_t /*seed*/, const TellRows& /*tell*/
+    const DeathCounts& /*counts*/, uint64_t /*seed*/, const TellRows& /*tell*/
 ) {
   WEFT_RAISE(Context{}, ErrorCode::kUnsupported, "survive_bench: --gpus in a build without CUDA");
 }

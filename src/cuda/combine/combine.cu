@@ -3,6 +3,8 @@
 // arrival and send one row per arrival back to the token's rank (reduce.cuh), the others add up
 // what has come back for this rank's tokens (sum.cuh). In a group of one rank there is one role
 // (own.cuh). Before: combine/call.cpp; after: the caller.
+#include <type_traits>
+
 #include "cuda/combine/own.cuh"
 #include "cuda/combine/reduce.cuh"
 #include "cuda/combine/row_warps.cuh"

@@ -45,8 +45,8 @@ struct ItemShape {
   }
 };
 
-// The same where an item is one entry, since a chunk is one token. Short calls last about as long
-// as it takes to fetch their instructions, and what is known here is none.
+// The same where an item is one entry, since a chunk is one token: nothing is divided, and no step
+// is chosen. Calls of few tokens last about as long as it takes to fetch their instructions.
 struct OneEntry {
   static constexpr int32_t steps = 1;
   int32_t width = 1;
