@@ -31,7 +31,6 @@ namespace {
 using namespace weft::program;
 
 constexpr int kSkipped = 77;  // for CTest: nothing to measure here
-constexpr int kReplicas = 2;
 
 class DeviceNumbers {
  public:
@@ -71,9 +70,9 @@ std::vector<int32_t> routes_of(const int32_t* counts, int num_experts, uint64_t 
 // Both launches of rank 0 over memory of their own.
 class Rig {
  public:
-  Rig(const BalanceShape& shape, const RouteCounts& counts)
-      : shape_{shape.ranks, shape.experts, kReplicas},
-        wanted_(plan_balance(counts, shape.ranks, {.replicas = kReplicas})),
+  Rig(const BalanceShape& shape, int replicas, const RouteCounts& counts)
+      : shape_{shape.ranks, shape.experts, replicas},
+        wanted_(plan_balance(counts, shape.ranks, {.replicas = replicas})),
         experts_(routes_of(counts.data(), shape.experts, shape.seed)),
         counts_(counts),
         routes_(experts_) {
@@ -120,7 +119,7 @@ class Rig {
   std::vector<int32_t> experts_;
   DeviceNumbers counts_;
   DeviceNumbers routes_;
-  DeviceNumbers replicas_{ranks() * kReplicas};
+  DeviceNumbers replicas_{ranks() * static_cast<size_t>(shape_.replicas)};
   DeviceNumbers rows_{count()};
   DeviceNumbers quotas_{ranks() * count()};
   DeviceNumbers first_{num_experts()};
@@ -139,6 +138,7 @@ struct Samples {
 
 nlohmann::ordered_json measure(
     const BalanceShape& shape,
+    int replicas,
     const std::string& routing,
     const RouteCounts& counts,
     const Samples& samples
@@ -147,7 +147,7 @@ nlohmann::ordered_json measure(
   const int gpus[] = {0};
   const cudaStream_t streams[] = {owner.get()};
   GpuTimer timer(gpus, streams);
-  const Rig rig(shape, counts);
+  const Rig rig(shape, replicas, counts);
   const auto time = [&](const auto& work) {
     return timer.measure(samples.warmup, samples.iterations, [&](int) { work(streams[0]); });
   };
@@ -161,7 +161,7 @@ nlohmann::ordered_json measure(
       {"experts", shape.experts},
       {"topk", kBalanceTopk},
       {"seed", shape.seed},
-      {"replicas", kReplicas},
+      {"replicas", replicas},
       {"routing", routing},
       {"us_p50", rounded(percentile(plan, 50), 3)},
       {"us_p99", rounded(percentile(plan, 99), 3)},
@@ -179,6 +179,7 @@ std::vector<std::string> cells(const nlohmann::ordered_json& row) {
       row["routing"],
       fmt::format("{}", row["ranks"].get<int>()),
       fmt::format("{}", row["experts"].get<int>()),
+      fmt::format("{}", row["replicas"].get<int>()),
       number("us_p50"),
       number("us_p99"),
       number("assign_us_p50"),
@@ -192,11 +193,15 @@ int run(int argc, char** argv) {
   std::string routing_path;
   int64_t tokens = 4096;
   Samples samples;
+  int replicas = 2;
   bool is_smoke = false;
   app.add_option("--routing", routing_path, "Take the last step of this routing file too (top-8)")
       ->check(CLI::ExistingFile);
   app.add_option("--json", json_path, "Write the results to this file");
   app.add_option("--tokens", tokens, "Tokens of each rank")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--replicas", replicas, "Most replicas on each rank")
+      ->check(CLI::Range(1, kMostReplicas))
+      ->capture_default_str();
   app.add_option("--iterations", samples.iterations, "Samples")
       ->check(CLI::Range(1, 100'000))
       ->capture_default_str();
@@ -210,14 +215,14 @@ int run(int argc, char** argv) {
   }
   samples = is_smoke ? Samples{1, 2} : samples;
   auto rows = nlohmann::ordered_json::array();
-  Table table(columns("routing|ranks|experts|plan p50 us|p99 us|assign p50 us|checked"));
+  Table table(columns("routing|ranks|experts|replicas|plan p50 us|p99 us|assign p50 us|checked"));
   for (const NamedRouting& routing : balance_routings(routing_path)) {
     for (const int ranks : {8, 64}) {
       for (const int experts : {128, 256}) {
         BalanceShape shape = {ranks, experts, is_smoke ? 64 : tokens, 1};
         const RouteCounts counts = routing.counts(shape);
         if (!counts.empty()) {
-          rows.push_back(measure(shape, routing.name, counts, samples));
+          rows.push_back(measure(shape, replicas, routing.name, counts, samples));
           table.add_row(cells(rows.back()));
         }
       }

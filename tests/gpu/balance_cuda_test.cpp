@@ -15,6 +15,7 @@
 #include "plan/balance/balance.hpp"
 #include "plan/random_routing.hpp"
 #include "plan/without.hpp"
+#include "unit/plan/balance_cases.hpp"
 #include "weft/error.hpp"
 
 namespace weft::test {
@@ -317,6 +318,24 @@ TEST_F(BalanceCudaTest, IsAsOnCpuForManyRows) {
   c.counts[17] = 0x7fffffff - 1000;
   c.counts[99] = 1000;
   expect_equal(plan_on_device(c), plan_balance(c.counts, c.num_ranks, c.options));
+}
+
+// One rank or two in a lane; whole blocks; and places that would get too few rows.
+TEST_F(BalanceCudaTest, PoursRowsOnceMoreAsOnCpu) {
+  for (const int num_ranks : {7, 40}) {
+    for (const BalanceOptions& options :
+         {BalanceOptions{.replicas = 1, .min_rows = 100},
+          BalanceOptions{.replicas = 1, .min_rows = 100, .block_rows = 2},
+          BalanceOptions{.replicas = 1, .min_rows = 290}}) {
+      Counted c;
+      c.num_ranks = num_ranks;
+      c.num_experts = 3 * num_ranks;
+      c.options = options;
+      c.counts = rows_to_pour<int32_t>(num_ranks);
+      c.counts.resize(static_cast<size_t>(num_ranks * c.num_experts), 0);
+      expect_equal(plan_on_device(c), plan_balance(c.counts, num_ranks, options));
+    }
+  }
 }
 
 TEST_F(BalanceCudaTest, GivesRoutesThatAreNoneNoPlace) {

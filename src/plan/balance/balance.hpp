@@ -23,8 +23,8 @@ namespace weft {
 
 inline constexpr int64_t kMostBlockRows = 1024;
 inline constexpr int64_t kMostReplicaRows = INT32_MAX;
-// Of an expert, when rows are spread on a placement that is given (spread.cpp); whoever needs more
-// is nearly even by then.
+// Of an expert, when rows are poured on its places (spread.cpp); whoever needs more is nearly even
+// by then.
 inline constexpr int kMostTurns = 64;
 
 struct BalanceOptions {
@@ -117,6 +117,10 @@ struct Balance {
     int64_t block_rows = 1,
     std::span<const int> lost = {}
 );
+
+// Moves rows between the places of each expert, so that ranks become more even; replicas keep whole
+// blocks. Ranks that are `lost` take none.
+void pour_rows(Placement& placement, std::span<const int> lost = {});
 
 // Those that lie on lost ranks only, ascending. `replicas` as for spread_rows.
 [[nodiscard]] std::vector<int32_t> experts_without_copy(

@@ -4,7 +4,9 @@
 // Given a limit, the fullest rank gives rows of its largest expert to the emptiest rank that has a
 // free place, as many as fit there, until no rank is above the limit (Attempt). That may be more
 // than it has to give: it then takes rows of others itself, so that its own places are used too.
-// search.hpp says which limits are tried.
+// search.hpp says which limits are tried. Where what comes out is far from even, rows are
+// poured once more over the places that were found (spread.cpp), as a limit that fails may be kept
+// with the places of a higher one.
 //
 // All is in whole numbers, and ties go to the lower rank or expert, so that a kernel finds the
 // same (cuda/plan/balance/place.cuh): each of its warps tries one limit, with a lane for a rank or
@@ -63,6 +65,32 @@ bool pays_off(const Placement& balanced, int64_t unbalanced, int64_t replica_row
 
 namespace {
 
+// What whole blocks hold of so many rows.
+int64_t whole_blocks(const Placement& placement, int64_t rows) {
+  return rows - rows % placement.block_rows;
+}
+
+// The fewest rows of a replica.
+int64_t least_rows(const Placement& placement, const BalanceOptions& options) {
+  return whole_blocks(placement, options.min_rows + placement.block_rows - 1);
+}
+
+// Pours rows over the places that there are, if that is better and leaves all replicas enough.
+void even_out(Placement& placement, const BalanceOptions& options) {
+  Placement poured = placement;
+  pour_rows(poured, options.lost);
+  const PhysicalExperts& shape = poured.shape;
+  const int64_t least = least_rows(placement, options);
+  bool is_better = poured.busiest() < placement.busiest();
+  for (int i = 0; is_better && i < shape.num_ranks * shape.replicas; ++i) {
+    const auto place = static_cast<size_t>(shape.place_of(i / shape.replicas, i % shape.replicas));
+    is_better = poured.expert[place] < 0 || poured.rows[place] >= least;
+  }
+  if (is_better) {
+    placement = std::move(poured);
+  }
+}
+
 // Tries to keep a limit.
 class Attempt {
  public:
@@ -70,7 +98,7 @@ class Attempt {
       : placement_(masters),
         load_(masters.rows_of_ranks()),
         used_(load_.size(), 0),
-        min_rows_(in_blocks(options.min_rows + masters.block_rows - 1)),
+        min_rows_(least_rows(masters, options)),
         limit_(limit) {
     for (const int rank : options.lost) {
       used_[static_cast<size_t>(rank)] = placement_.shape.replicas;
@@ -94,10 +122,7 @@ class Attempt {
   }
 
  private:
-  // What whole blocks hold of so many rows.
-  [[nodiscard]] int64_t in_blocks(int64_t rows) const {
-    return rows - rows % placement_.block_rows;
-  }
+  [[nodiscard]] int64_t in_blocks(int64_t rows) const { return whole_blocks(placement_, rows); }
   [[nodiscard]] int64_t load(int rank) const { return load_[static_cast<size_t>(rank)]; }
   [[nodiscard]] int64_t& rows_of_master(int expert) {
     return placement_.rows[static_cast<size_t>(placement_.shape.master_of(expert))];
@@ -168,6 +193,9 @@ Placement place_replicas(
     } else {
       search.fail();
     }
+  }
+  if (!search.is_even(best.busiest())) {
+    even_out(best, options);
   }
   return pays_off(best, masters.busiest(), options.replica_rows) ? best : masters;
 }

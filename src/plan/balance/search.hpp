@@ -19,13 +19,21 @@ class LimitSearch {
   // The search ends when less than this part of a mean rank's rows could still be gained.
   static constexpr int64_t kFineness = 1024;
 
+  // Ranks count as even up to this part of a mean rank's rows above it.
+  static constexpr int64_t kEvenness = 128;
+
   // `total`: rows of all ranks; `busiest`: of the rank that has most without replicas.
   WEFT_HD LimitSearch(int64_t total, int num_ranks, int64_t busiest)
-      : failed_((total + num_ranks - 1) / num_ranks - 1),
+      : mean_((total + num_ranks - 1) / num_ranks),
+        failed_(mean_ - 1),
         kept_(busiest),
-        fineness_((failed_ + 1) / kFineness > 1 ? (failed_ + 1) / kFineness : 1) {}
+        fineness_(mean_ / kFineness > 1 ? mean_ / kFineness : 1) {}
 
   [[nodiscard]] WEFT_HD bool is_over() const { return kept_ - failed_ <= fineness_; }
+
+  [[nodiscard]] WEFT_HD bool is_even(int64_t busiest) const {
+    return busiest <= mean_ + mean_ / kEvenness;
+  }
 
   // The limit that the `probe`-th of this round tries, ascending, and whether that is worth trying.
   [[nodiscard]] WEFT_HD int64_t limit(int probe) const {
@@ -56,6 +64,7 @@ class LimitSearch {
   }
 
  private:
+  int64_t mean_;
   int64_t failed_;  // the highest limit that is known to fail
   int64_t kept_;    // rows of the busiest rank in the best placement
   int64_t fineness_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows for replicas that lie where somebody else decided, so that ranks are as even as that lets
-// them be.
+// Rows for replicas that lie where they are, so that ranks are as even as that lets them be: where
+// somebody else decided on them, or the search of place.cpp has.
 //
 // One expert at a time, all rows of an expert are poured on its places like water: to the emptiest
 // ranks, up to one level. What one expert's turn changes matters to the others', so all have turns
@@ -97,6 +97,27 @@ void leave_whole_blocks(Placement& placement, std::span<const int32_t> places) {
   }
 }
 
+// All rows of all experts. `places` as open_places() has them.
+void pour(Placement& placement, const std::vector<std::vector<int32_t>>& places) {
+  Pouring pouring(placement);
+  bool has_changed = true;
+  for (int turn = 0; turn < kMostTurns && has_changed; ++turn) {
+    has_changed = false;
+    for (size_t expert = 0; expert < places.size(); ++expert) {
+      if (places[expert].size() > 1) {
+        std::vector<int32_t> ascending = places[expert];
+        std::ranges::sort(ascending);
+        has_changed = pouring.pour(ascending) || has_changed;
+      }
+    }
+  }
+  for (size_t expert = 0; placement.block_rows > 1 && expert < places.size(); ++expert) {
+    if (!places[expert].empty()) {
+      leave_whole_blocks(placement, places[expert]);
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<int32_t> experts_without_copy(
@@ -118,6 +139,10 @@ std::vector<int32_t> experts_without_copy(
     }
   }
   return without;
+}
+
+void pour_rows(Placement& placement, std::span<const int> lost) {
+  pour(placement, open_places(placement, lost));
 }
 
 Placement spread_rows(
@@ -144,24 +169,8 @@ Placement spread_rows(
       }
     }
   }
-  Pouring pouring(placement);
-  bool has_changed = true;
-  for (int turn = 0; turn < kMostTurns && has_changed; ++turn) {
-    has_changed = false;
-    for (size_t expert = 0; expert < places.size(); ++expert) {
-      if (places[expert].size() > 1) {
-        std::vector<int32_t> ascending = places[expert];
-        std::ranges::sort(ascending);
-        has_changed = pouring.pour(ascending) || has_changed;
-      }
-    }
-  }
   placement.block_rows = block_rows;
-  for (size_t expert = 0; block_rows > 1 && expert < places.size(); ++expert) {
-    if (!places[expert].empty()) {
-      leave_whole_blocks(placement, places[expert]);
-    }
-  }
+  pour(placement, places);
   return placement;
 }
 

@@ -338,6 +338,19 @@ TEST(BalanceTest, UsesThePlacesOfRanksThatGive) {
   EXPECT_EQ(placement.busiest(), 100);
 }
 
+// The search finds these places with a limit of 605 rows, and can keep no lower one.
+TEST(BalanceTest, PoursRowsOnceMoreOverThePlacesThatWereFound) {
+  for (const int num_ranks : {7, 40}) {
+    const std::vector<int64_t> rows = rows_to_pour<int64_t>(num_ranks);
+    const BalanceOptions options = {.replicas = 1, .min_rows = 100};
+    const Placement placement = place_replicas(rows, num_ranks, options);
+    EXPECT_EQ(placement.busiest(), 589);
+    EXPECT_EQ(least_busiest(placement), 589);
+    // One replica would have 277 rows then.
+    EXPECT_EQ(place_replicas(rows, num_ranks, {.replicas = 1, .min_rows = 290}).busiest(), 605);
+  }
+}
+
 TEST(BalanceTest, PrefersTheDomainOfTheSource) {
   // Expert 0 has 10 rows of each rank, and lies on ranks 0 and 2, each with a rank of its domain.
   const std::vector<int32_t> counts = {10, 0, 0, 0, 10, 0, 0, 0, 10, 0, 0, 0, 10, 0, 0, 0};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many rows ranks get of plans with replicas, in budget mode: what the planner says, and hardly
-// more than the least that its placement allows. WEFT_BALANCED_PLANS says how many random plans.
+// How many rows ranks get of plans with replicas, in budget mode: what the planner says, which is
+// at most 1 % more than the least that its placement allows. WEFT_BALANCED_PLANS says how many
+// random plans.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -21,7 +22,6 @@ namespace {
 TEST(BalancedRowsTest, FitIntoABudgetOfThePlannedMaximum) {
   const char* const asked = std::getenv("WEFT_BALANCED_PLANS");
   const uint64_t num_plans = asked == nullptr ? 1'000 : std::strtoull(asked, nullptr, 10);
-  uint64_t num_uneven = 0;  // by more than 1 %
   for (uint64_t seed = 0; seed < num_plans && !HasFailure(); ++seed) {
     SCOPED_TRACE(seed);
     BalanceCase c = random_balance_case(seed);
@@ -30,8 +30,7 @@ TEST(BalancedRowsTest, FitIntoABudgetOfThePlannedMaximum) {
     const Placement placement = c.plan().placement;
     const int64_t most = placement.busiest();
     const int64_t least = least_busiest(placement);
-    num_uneven += most > least + std::max<int64_t>(1, least / 100) ? 1 : 0;
-    EXPECT_LE(most, least + std::max<int64_t>(1, least / 15));
+    EXPECT_LE(most, least + std::max<int64_t>(1, least / 100));
 
     PlanOptions options;
     options.pad_multiple = std::array<int64_t, 4>{1, 2, 16, 128}[seed % 4];
@@ -49,7 +48,6 @@ TEST(BalancedRowsTest, FitIntoABudgetOfThePlannedMaximum) {
       EXPECT_FALSE(plan.overflow);
     }
   }
-  EXPECT_LE(num_uneven, num_plans / 50'000);  // 4 of the first million
 }
 
 }  // namespace

@@ -10,7 +10,7 @@
 
 #include "cuda/device/lanes.cuh"
 #include "cuda/plan/balance/launch.hpp"
-#include "cuda/plan/balance/lost.cuh"
+#include "cuda/plan/balance/ranks.cuh"
 #include "cuda/plan/shared_map.hpp"
 
 namespace weft {

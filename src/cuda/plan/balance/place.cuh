@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The placement of replicas, by one block: plan/balance/place.cpp with a warp for each limit of a
-// round. After: share_out.cuh.
+// round, and one to even out what they find. After: share_out.cuh.
 //
 // What a step of an attempt reads is in registers, a rank's load in the lane of that number (of the
 // second half, for more than 32 ranks), and in the warp's own part of shared memory, so that
@@ -11,7 +11,8 @@
 
 #include "cuda/device/lanes.cuh"
 #include "cuda/plan/balance/launch.hpp"
-#include "cuda/plan/balance/lost.cuh"
+#include "cuda/plan/balance/pour.cuh"
+#include "cuda/plan/balance/ranks.cuh"
 #include "plan/balance/search.hpp"
 
 namespace weft {
@@ -46,14 +47,6 @@ __device__ inline PlacedRows placed_rows(
   return placed;
 }
 
-// A value of each rank, spread over the lanes of a warp: lane l has those of ranks l and l + 32.
-template <int kPerLane>
-struct OfRanks {
-  int32_t of[kPerLane] = {};
-
-  [[nodiscard]] static __device__ int rank(int k) { return lane_index() + k * kWarpLanes; }
-};
-
 // What whole blocks hold of so many rows.
 __device__ __forceinline__ int32_t in_blocks(const BalanceLaunch& call, int32_t rows) {
   return call.block_rows > 1 ? rows - rows % call.block_rows : rows;
@@ -63,18 +56,6 @@ __device__ __forceinline__ int32_t in_blocks(const BalanceLaunch& call, int32_t 
 __device__ __forceinline__ int32_t least_rows(const BalanceLaunch& call) {
   const int64_t rows = int64_t{call.min_rows} + call.block_rows - 1;
   return in_blocks(call, static_cast<int32_t>(min(rows, int64_t{kMostRows})));
-}
-
-// The lowest rank whose lane says yes; there is one. is_it(k) is of the lane's k-th rank.
-template <int kPerLane, class IsIt>
-__device__ __forceinline__ int lowest_rank(const IsIt& is_it) {
-  int lowest = -1;
-#pragma unroll
-  for (int k = kPerLane - 1; k >= 0; --k) {
-    const uint32_t lanes = __ballot_sync(kAllLanes, is_it(k));
-    lowest = lanes != 0 ? k * kWarpLanes + __ffs(static_cast<int>(lanes)) - 1 : lowest;
-  }
-  return lowest;
 }
 
 // All lanes of a warp try to keep `limit`. `load`: rows of each rank without replicas, -1 beyond
@@ -245,6 +226,84 @@ struct PlaceShared {
   int32_t* moved;    // [2 * num_ranks]
 };
 
+// All threads: the rows of what was published, to be poured. `poured` has the words of an attempt.
+__device__ inline PouredRows copy_published(const BalanceLaunch& call, int32_t* poured) {
+  const PhysicalExperts& shape = call.shape;
+  const PouredRows rows = {poured, call.replicas, poured + shape.num_experts};
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int expert = thread; expert < shape.num_experts; expert += kPlaceThreads) {
+    poured[expert] = 0;
+  }
+  for (int place = thread; place < shape.count(); place += kPlaceThreads) {
+    rows.here[place] = call.rows[place];
+  }
+  __syncthreads();
+  for (int i = thread; i < shape.num_ranks * shape.replicas; i += kPlaceThreads) {
+    if (call.replicas[i] >= 0) {
+      poured[call.replicas[i]] = 1;
+    }
+  }
+  __syncthreads();
+  return rows;
+}
+
+// All lanes of a warp. Returns the rows of the busiest rank, or -1 if a replica would have too few.
+template <int kPerLane>
+__device__ inline int32_t pour_placed(
+    const BalanceLaunch& call, uint32_t lost, const PouredRows& rows
+) {
+  const PhysicalExperts& shape = call.shape;
+  OfRanks<kPerLane> load;
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    for (int i = 0; load.rank(k) < shape.num_ranks && i < shape.per_rank(); ++i) {
+      load.of[k] += rows.here[load.rank(k) * shape.per_rank() + i];
+    }
+  }
+  pour_all(call, lost, rows, list_experts(shape, rows.poured), load);
+  __syncwarp();
+  int32_t most = 0;
+  bool is_enough = true;
+#pragma unroll
+  for (int k = 0; k < kPerLane; ++k) {
+    most = max(most, load.of[k]);
+    for (int i = 0; load.rank(k) < shape.num_ranks && i < shape.replicas; ++i) {
+      const int32_t here = rows.here[shape.place_of(load.rank(k), i)];
+      const bool is_empty = call.replicas[load.rank(k) * shape.replicas + i] < 0;
+      is_enough = is_enough && (is_empty || here >= least_rows(call));
+    }
+  }
+  most = __reduce_max_sync(kAllLanes, most);
+  return __all_sync(kAllLanes, is_enough) != 0 ? most : -1;
+}
+
+// All threads: even_out() of plan/balance/place.cpp. `best`: rows of the busiest rank of what was
+// published. Returns them afterwards.
+template <int kPerLane>
+__device__ inline int32_t even_out(
+    const BalanceLaunch& call, uint32_t lost, const PlaceShared& shared, int32_t best
+) {
+  int32_t* const attempts = shared.rows + call.shape.num_experts;  // all are over
+  const PouredRows rows = copy_published(call, attempts);
+  if (warp_in_block() == 0) {
+    const int32_t busiest = pour_placed<kPerLane>(call, lost, rows);
+    if (lane_index() == 0) {
+      shared.outcome[0] = busiest;
+    }
+  }
+  __syncthreads();
+  const int32_t poured = shared.outcome[0];
+  if (poured < 0 || poured >= best) {
+    return best;
+  }
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int place = thread; place < call.shape.count(); place += kPlaceThreads) {
+    call.rows[place] = rows.here[place];
+  }
+  __syncthreads();
+  return poured;
+}
+
 // All threads of a block, once `rows` of all experts are there; those of `lost` ranks have none.
 template <int kPerLane>
 __device__ __forceinline__ void place_replicas(
@@ -291,6 +350,9 @@ __device__ __forceinline__ void place_replicas(
       publish(call, placed_rows(call.shape, rows, lowest));
     }
     __syncthreads();  // before the next round overwrites it
+  }
+  if (!search.is_even(best)) {
+    best = even_out<kPerLane>(call, lost, shared, best);
   }
   if (call.replica_rows > 0 &&
       busiest - best <= most_moved(call, shared.moved) * call.replica_rows) {  // see pays_off()

@@ -11,7 +11,7 @@
 #include <cstdint>
 
 #include "cuda/plan/balance/launch.hpp"
-#include "cuda/plan/balance/place.cuh"
+#include "cuda/plan/balance/ranks.cuh"
 #include "cuda/plan/shared_map.hpp"
 
 namespace weft {
@@ -77,23 +77,6 @@ __device__ inline LaidOut<kPerLane> lay_out(
   return laid;
 }
 
-// The place of `expert` on each rank, -1: none.
-template <int kPerLane>
-__device__ inline OfRanks<kPerLane> places_of(const BalanceLaunch& call, int expert) {
-  const PhysicalExperts& shape = call.shape;
-  OfRanks<kPerLane> place;
-#pragma unroll
-  for (int k = 0; k < kPerLane; ++k) {
-    const int rank = place.rank(k);
-    place.of[k] = rank == shape.owner_of(expert) ? shape.master_of(expert) : -1;
-    for (int i = 0; rank < shape.num_ranks && i < shape.replicas; ++i) {
-      const bool is_it = call.replicas[rank * shape.replicas + i] == expert;
-      place.of[k] = is_it ? shape.place_of(rank, i) : place.of[k];
-    }
-  }
-  return place;
-}
-
 // All lanes of a warp write the list of an expert's places, in the order in which they are filled.
 template <int kPerLane>
 __device__ inline void link_places(
@@ -142,7 +125,7 @@ __device__ __forceinline__ void add_common(
 template <int kPerLane>
 __device__ inline void share_expert(const BalanceLaunch& call, int expert) {
   const PhysicalExperts& shape = call.shape;
-  const OfRanks<kPerLane> place = places_of<kPerLane>(call, expert);
+  const OfRanks<kPerLane> place = places_of<kPerLane>(call.shape, call.replicas, 0, expert);
   link_places(call, expert, place);
   OfRanks<kPerLane> own;  // what a rank's place gets of the rank itself
   OfRanks<kPerLane> sent;
