@@ -173,9 +173,13 @@ class Exchange {
   // ExchangeConfig::max_tokens is at most 512, all ranks' max_tokens * max_topk at most 32,768 and
   // the routing is topk_idx, for rows of up to 16 bits an element: rows then travel while the plan
   // is made, or with replicas once these are planned, if they and the experts are not too many for
-  // a GPU's shared memory. `options` must say the number of rows: by row_budget or expert_stride,
-  // with Overflow::kDrop. Where ranks differ in what decides between one launch and two (dtype, a
+  // a GPU's shared memory. Where ranks differ in what decides between one launch and two (dtype, a
   // map, copy_engines), all throw, and those with a stream cannot go on.
+  //
+  // `options` say the number of rows: by row_budget or expert_stride, with Overflow::kDrop. Or they
+  // leave it open, where writes_alone(): the host waits for it, and `out` has memory for any number
+  // of rows, which may differ among ranks. Where plan.num_rows() is more than that, nothing of its
+  // rows, weights, scales, sources and experts may be read, and place_rows() has them.
   Plan dispatch(
       const Routing& routing,
       const PlanOptions& options,
@@ -184,13 +188,24 @@ class Exchange {
       const CallOptions& call = {}
   );
   // Local. Whether such a call is one launch, in which no peer writes this rank's output: there is
-  // nothing to gain from memory of allocate() then.
+  // nothing to gain from memory of allocate() then. Where options leave the number of rows open,
+  // only without replicas.
   [[nodiscard]] bool writes_alone(
       const Routing& routing,
       const PlanOptions& options,
-      const ConstTensor& x,
+      const DispatchInput& in,
       const CallOptions& call = {}
   ) const;
+  // Local. The rows of the exchange's last call, which made `plan` of `in` and whose output had too
+  // few, into one of plan.num_rows() rows; counts are not written again. Throws Error
+  // (kInvalidArgument) for another plan, where the call's output has the rows, and for tensors of
+  // other sizes or types than the call's.
+  void place_rows(
+      const Plan& plan,
+      const DispatchInput& in,
+      const DispatchOutput& out,
+      const CallOptions& call = {}
+  );
   // Local. The second half of the call with CallOptions::receives_later that made `plan`, or
   // combined by it: waits for the other ranks and places or sums the rows, in call.stream behind
   // the first half. Until then nothing of the call's output may be read, neither may a plan that it

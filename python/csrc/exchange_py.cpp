@@ -73,9 +73,31 @@ DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
   return out;
 }
 
-// Memory for a dispatch whose plan is still to be made, so that a GPU that has counted waits for
-// little more than the launch. If nobody gave the number of rows, as much as the last such call
-// took, and a little more where it changes; none if there is no last call, or not as much.
+// The memory of a dispatch whose plan is still to be made.
+Written written_for(
+    Calls& calls,
+    const RoutingGiven& routing,
+    const SentGiven& sent,
+    const Options& options,
+    nb::handle pool,
+    int64_t num_rows
+) {
+  const Exchange& exchange = calls.exchange();
+  RowsShape shape = {
+      .layout = options.layout,
+      .num_experts =
+          exchange.config().num_experts / exchange.num_ranks() + options.balance.replicas,
+      .num_rows = num_rows};
+  if (options.layout == Layout::kRankMajor) {
+    const Tensor& topk_idx = routing.topk_idx.tensor;
+    shape.weight_cols = topk_idx.is_given() ? topk_idx.cols : exchange.config().max_topk;
+  }
+  return {calls, sent, options, shape, pool};
+}
+
+// The same so that a GPU that has counted waits for little more than the launch. If nobody gave the
+// number of rows, as much as the last such call took, and a little more where it changes; none if
+// there is no last call, or not as much.
 std::optional<Written> written_ahead(
     Calls& calls,
     const RoutingGiven& routing,
@@ -89,18 +111,9 @@ std::optional<Written> written_ahead(
   if (!given_rows && (last < 0 || has_one_size)) {
     return std::nullopt;
   }
-  const Exchange& exchange = calls.exchange();
-  RowsShape shape = {
-      .layout = options.layout,
-      .num_experts =
-          exchange.config().num_experts / exchange.num_ranks() + options.balance.replicas,
-      .num_rows = given_rows.value_or(last + calls.spare_rows)};
-  if (options.layout == Layout::kRankMajor) {
-    const Tensor& topk_idx = routing.topk_idx.tensor;
-    shape.weight_cols = topk_idx.is_given() ? topk_idx.cols : exchange.config().max_topk;
-  }
   try {
-    return Written(calls, sent, options, shape, pool);
+    const int64_t num_rows = given_rows.value_or(last + calls.spare_rows);
+    return written_for(calls, routing, sent, options, pool, num_rows);
   } catch (const Error&) {
     if (given_rows) {
       throw;
@@ -123,15 +136,20 @@ nb::tuple plan_and_dispatch(
     const Routed& how
 ) {
   const std::optional<int64_t> given_rows = how.given_rows;
-  const bool is_one_call = how.is_one_call;
   nb::object pool = nb::none();
-  const bool is_alone =
-      is_one_call &&
-      calls.exchange().writes_alone(routes.routing(options), options, given.x.tensor, options);
+  const bool is_alone = calls.exchange().writes_alone(
+      routes.routing(options), options, given.input(options), options
+  );
+  // Where nobody gave the number of rows, too, if there is one launch; what it has no room for is
+  // placed by another.
+  const bool is_one_call = how.is_one_call || (!given_rows && is_alone);
   if (!how.pool_of.is_none() && !is_alone) {
     pool = how.pool_of(nb::find(calls));
   }
   std::optional<Written> written = written_ahead(calls, routes, given, options, pool, given_rows);
+  if (!written && is_one_call) {
+    written = written_for(calls, routes, given, options, pool, 0);
+  }
   const DispatchOutput output = written ? written->output : DispatchOutput{};
   std::optional<Plan> plan;
   std::optional<Error> problem;
@@ -159,8 +177,14 @@ nb::tuple plan_and_dispatch(
   });
   if (!given_rows) {
     const int64_t num_rows = plan->num_rows();
-    calls.spare_rows = num_rows == calls.last_rows ? 0 : num_rows / 64;
+    calls.spare_rows = num_rows == calls.last_rows ? 0 : num_rows / (is_alone ? 16 : 64);
     calls.last_rows = num_rows;
+    if (is_alone && num_rows > output.rows.rows) {
+      written = written_for(calls, routes, given, options, pool, num_rows);
+      calls.locked([&](Exchange& exchange) {
+        exchange.place_rows(*plan, given.input(options), written->output, options);
+      });
+    }
   }
   const nb::object told = problem ? exception_of(*problem) : nb::none();
   return nb::make_tuple(
@@ -184,12 +208,9 @@ nb::tuple skipped_dispatch(
   const SentGiven given(sent, has_experts);
   std::optional<Written> written =
       written_ahead(calls, routes, given, options, nb::none(), given_rows);
-  const DispatchInput input = given.input(options);
-  const PayloadFormat payload =
-      payload_of(input, written->output, calls.exchange().config().max_topk);
-  const bool is_one =
-      payload.staged_scale_bytes() <= kScaleRoom &&
-      calls.exchange().writes_alone(routes.routing(options), options, input.x, options);
+  const bool is_one = calls.exchange().writes_alone(
+      routes.routing(options), options, given.input(options), options
+  );
   return nb::make_tuple(is_one ? 1 : 2, written->take(given_rows));
 }
 

@@ -15,6 +15,9 @@
 
 namespace weft {
 
+inline constexpr std::string_view kNothingToPlace =
+    "place_rows: the plan is not of the last call, or that call's output has its rows";
+
 class Executor {
  public:
   Executor() = default;
@@ -46,11 +49,15 @@ class Executor {
   [[nodiscard]] virtual bool writes_alone(
       const Routing& /*routing*/,
       const PlanOptions& /*options*/,
-      const ConstTensor& /*x*/,
+      const DispatchInput& /*in*/,
       const CallOptions& /*call*/
   ) const {
     return false;
   }
+  // See Exchange::place_rows().
+  virtual void place_rows(
+      const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+  );
   // See Exchange::receive(). Where every call receives at once there is nothing to do.
   virtual void receive(const Plan& /*plan*/, const CallOptions& /*call*/) {}
   [[nodiscard]] virtual bool is_open(const Plan& /*plan*/) const { return false; }

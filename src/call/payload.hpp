@@ -31,6 +31,7 @@ struct PayloadFormat {
   Wire wire = Wire::kNone;                   // of combine
   int64_t wire_bytes = 0;                    // of a row or sum on its way back
 
+  bool operator==(const PayloadFormat&) const = default;
   [[nodiscard]] WEFT_HD constexpr bool is_quantised() const { return quantise != Quantise::kNone; }
   // The bytes of a row as it is stored.
   [[nodiscard]] WEFT_HD constexpr int64_t out_row_bytes() const {
@@ -48,6 +49,15 @@ struct PayloadFormat {
     return (scale_bytes + 15) / 16 * 16;
   }
 };
+
+// The bytes of a row's scales as a dispatch stores them.
+[[nodiscard]] inline int64_t stored_scale_bytes(const DispatchInput& in) {
+  if (in.quantise == Quantise::kNone) {
+    return in.scales.row_bytes();
+  }
+  const StoredFormat format = stored_format(in.quantise, in.scale_rule);
+  return in.x.cols / format.group * format.scale_bytes;
+}
 
 // `topk`: weights of a token.
 [[nodiscard]] inline PayloadFormat payload_of(

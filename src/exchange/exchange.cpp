@@ -47,6 +47,15 @@ Plan Executor::dispatch_routed(
   return plan;
 }
 
+void Executor::place_rows(
+    const Plan& /*plan*/,
+    const DispatchInput& /*in*/,
+    const DispatchOutput& /*out*/,
+    const CallOptions& /*call*/
+) {
+  WEFT_RAISE(context(), ErrorCode::kInvalidArgument, "{}", kNothingToPlace);
+}
+
 CallReport Executor::report() const {
   CallReport report;
   report.alive.resize(static_cast<size_t>(context().num_ranks));
@@ -120,9 +129,9 @@ Plan Exchange::dispatch(
   try {
     WEFT_CHECK_ARG(
         executor_->context(),
-        given_rows(options, 1).has_value(),
+        given_rows(options, 1) || executor_->writes_alone(routing, options, in, call),
         "dispatch: the number of rows is open while the output is given (row_budget or "
-        "expert_stride must be given, with overflow drop)"
+        "expert_stride must be given, with overflow drop, where it is not one launch)"
     );
   } catch (const Error& refusal) {
     if (!own(executor_).refuse(Op::kPlanAndDispatch, refusal.what(), call)) {
@@ -136,10 +145,16 @@ Plan Exchange::dispatch(
 bool Exchange::writes_alone(
     const Routing& routing,
     const PlanOptions& options,
-    const ConstTensor& x,
+    const DispatchInput& in,
     const CallOptions& call
 ) const {
-  return executor_->writes_alone(routing, options, x, call);
+  return executor_->writes_alone(routing, options, in, call);
+}
+
+void Exchange::place_rows(
+    const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+) {
+  own(executor_).place_rows(plan, in, out, call);
 }
 
 void Exchange::receive(const Plan& plan, const CallOptions& call) {

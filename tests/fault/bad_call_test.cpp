@@ -99,7 +99,7 @@ TEST(BadCallTest, RefusesToDispatchByRoutingWithoutANumberOfRows) {
   expect_refusal_of_rank_1(
       "plan",
       "dispatch: the number of rows is open while the output is given (row_budget or "
-      "expert_stride must be given, with overflow drop)",
+      "expert_stride must be given, with overflow drop, where it is not one launch)",
       [](RefusalRank& own) {
         PlanOptions options = own.options();
         options.row_budget.reset();
@@ -111,6 +111,25 @@ TEST(BadCallTest, RefusesToDispatchByRoutingWithoutANumberOfRows) {
         ));
       }
   );
+}
+
+TEST(BadCallTest, HasNoRowsToPlaceWhereTheyAreInTheOutput) {
+  const RefusalWorld world;
+  run_threads(3, [&](const Group& group) {
+    Exchange exchange(group, world.setup.config());
+    const auto rank = static_cast<size_t>(group.rank());
+    const RankRouting& routing = world.good.routing[rank];
+    const Plan plan = exchange.plan(routing.routing(), routing.options);
+    RankCall scratch = world.good.calls[0][rank];
+    const auto thrown = thrown_by([&] {
+      exchange.place_rows(
+          plan, world.good.calls[0][rank].dispatch_input(), scratch.dispatch_output()
+      );
+    });
+    EXPECT_TRUE(text_of(thrown).starts_with("place_rows: the plan is not of the last call"));
+    EXPECT_EQ(thrown->code, ErrorCode::kInvalidArgument);
+    group.barrier();
+  });
 }
 
 TEST(BadCallTest, RefusesAPlanOfAnotherExchange) {

@@ -85,6 +85,76 @@ TEST_F(GpuLaterTest, TheNextCallReceivesFirst) {
   });
 }
 
+// The first `num_rows` rows of an output.
+DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
+  for (Tensor* each : {&out.rows, &out.weights, &out.scales}) {
+    each->rows = num_rows;
+  }
+  return out;
+}
+
+// Nobody gives the number of rows, and ranks have memory for other numbers of them.
+TEST_F(GpuLaterTest, RowsArePlacedWhereThereWasNoRoomForThem) {
+  const FaultWorld world(num_gpus());
+  run_threads(3, [&](const Group& group) {
+    Exchange exchange = make_exchange(group, world.setup);
+    FaultRank own(exchange, world.good);
+    const int64_t num_rows = own.dispatch_out.rows.rows;
+    ASSERT_GT(num_rows, 2);
+    ASSERT_TRUE(exchange.writes_alone(own.routing, own.options, own.dispatch_in));
+    for (const int64_t room : {int64_t{0}, num_rows / 2, num_rows - 1, num_rows}) {
+      const bool is_short = room < num_rows && group.rank() != 1;
+      const int64_t there = is_short ? room : num_rows;
+      const Plan plan = exchange.dispatch(
+          own.routing, own.options, own.dispatch_in, first_rows(own.dispatch_out, there)
+      );
+      EXPECT_EQ(plan.num_rows(), num_rows);
+      const auto place = [&](const Plan& of, const DispatchInput& in, const DispatchOutput& out) {
+        return text_of(thrown_by([&] { exchange.place_rows(of, in, out); }));
+      };
+      const std::string nothing = "place_rows: the plan is not of the last call";
+      if (is_short) {
+        const Plan other(std::make_shared<PlanData>(contents_of(plan)));
+        EXPECT_TRUE(place(other, own.dispatch_in, own.dispatch_out).starts_with(nothing));
+        DispatchInput bare = own.dispatch_in;
+        bare.weights = {};
+        DispatchOutput bare_out = own.dispatch_out;
+        bare_out.weights = {};
+        EXPECT_TRUE(place(plan, bare, bare_out).starts_with("place_rows: what is to be placed"));
+        EXPECT_EQ(place(plan, own.dispatch_in, own.dispatch_out), "");
+      }
+      EXPECT_TRUE(place(plan, own.dispatch_in, own.dispatch_out).starts_with(nothing));
+      expect_rows(world, own);
+      exchange.combine(plan, own.combine_in, own.combine_out);
+    }
+    group.barrier();
+  });
+}
+
+// A rank that stays away, and one whose rows are refused, are told as where the number is given.
+TEST_F(GpuLaterTest, AnOpenNumberOfRowsTellsFaults) {
+  const auto call = [](FaultRank& own) {
+    own.plan = own.exchange.dispatch(
+        own.routing, own.options, own.dispatch_in, first_rows(own.dispatch_out, 0)
+    );
+  };
+  expect_timeout(
+      num_gpus(), "plan", 1, [](FaultRank&) {}, call
+  );
+  expect_bad_index_is_refused(num_gpus(), call);
+  expect_refusal(
+      num_gpus(),
+      "plan",
+      "dispatch: x has shape [31, 32] (expected [32, 32])",
+      [&](FaultRank& own) {
+        if (own.rank == 1) {
+          own.dispatch_in.x.rows = 31;
+        }
+        call(own);
+      }
+  );
+}
+
 TEST_F(GpuLaterTest, TheReceiveTellsABadIndex) {
   expect_bad_index_is_refused(num_gpus(), [](FaultRank& own) {
     own.send();

@@ -103,8 +103,10 @@ class CaseRun {
   }
   [[nodiscard]] bool is_routed() const {
     return data_.spec.is_routed && data_.spec.calls.starts_with('d') &&
-           given_rows(plan_options(), 1).has_value();
+           (has_given_rows() ||
+            exchange_.writes_alone(routing(), plan_options(), first_input_(), options_));
   }
+  [[nodiscard]] bool has_given_rows() const { return given_rows(plan_options(), 1).has_value(); }
   [[nodiscard]] const PlanOptions& plan_options() const { return data_.routing[rank_].options; }
 
   void place_dispatch(const RankCall& call) {
@@ -122,14 +124,20 @@ class CaseRun {
     const auto* counts = &memory_.add_output(call.counts);
     const auto* sums = &memory_.add_output(call.count_sums);
     const ScaleLayout scale_layout = call.scale_layout;
-    calls_.emplace_back([=, this] {
-      const DispatchInput in = {
+    const auto input = [=, this]() -> DispatchInput {
+      return {
           x->tensor(),
           weights->tensor(),
           scales->tensor(),
           quantise_of(data_.setup, data_.spec),
           data_.spec.scale_rule,
           global_scale->tensor()};
+    };
+    if (!first_input_) {
+      first_input_ = input;
+    }
+    calls_.emplace_back([=, this] {
+      const DispatchInput in = input();
       const DispatchOutput out = {
           rows->tensor(),
           row_weights->tensor(),
@@ -141,8 +149,10 @@ class CaseRun {
           scale_layout};
       if (plan_) {
         exchange_.dispatch(*plan_, in, out, options_);
-      } else {
+      } else if (has_given_rows()) {
         plan_ = exchange_.dispatch(routing(), plan_options(), in, out, options_);
+      } else {
+        plan_and_place(in, out);
       }
     });
     expected_.push_back({"dispatch: rows", rows, &call.rows, false});
@@ -152,6 +162,23 @@ class CaseRun {
     expected_.push_back({"dispatch: experts", experts, &call.experts, false});
     expected_.push_back({"dispatch: counts", counts, &call.counts, false});
     expected_.push_back({"dispatch: count sums", sums, &call.count_sums, false});
+  }
+
+  // Into memory that is large enough, or is not, as nobody knows before.
+  void plan_and_place(const DispatchInput& in, const DispatchOutput& out) {
+    const int64_t num_rows = out.rows.rows;
+    const int64_t room = num_rows * static_cast<int64_t>((data_.spec.seed + rank_) % 3) / 2;
+    DispatchOutput ahead = out;
+    for (Tensor* each :
+         {&ahead.rows, &ahead.weights, &ahead.scales, &ahead.sources, &ahead.experts}) {
+      if (each->is_given()) {
+        each->rows = room;
+      }
+    }
+    plan_ = exchange_.dispatch(routing(), plan_options(), in, ahead, options_);
+    if (plan_->num_rows() > room) {
+      exchange_.place_rows(*plan_, in, out, options_);
+    }
   }
 
   void place_combine(const RankCall& call) {
@@ -216,6 +243,7 @@ class CaseRun {
   const CaseMemory::Placed* map_ = nullptr;
   const CaseMemory::Placed* weights_ = nullptr;
   std::optional<Plan> plan_;
+  std::function<DispatchInput()> first_input_;
   std::vector<std::function<void()>> calls_;
   std::vector<Expected> expected_;
   std::string failure_;

@@ -65,7 +65,7 @@ class BenchGraphs {
     if (op == BenchOp::kPlan) {
       alive_.push_back(bench_.plan_in_budget(version));
     } else if (op == BenchOp::kPlanDispatch) {
-      alive_.push_back(bench_.plan_and_dispatch(version));
+      alive_.push_back(bench_.plan_and_dispatch(version, true));
     } else {
       bench_.run_once(op, version);
     }

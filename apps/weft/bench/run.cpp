@@ -266,11 +266,16 @@ Plan Bench::plan_in_budget(size_t version) {
   return exchange_.plan(routing_of(version), plan_options(max_rows_), call());
 }
 
-Plan Bench::plan_and_dispatch(size_t version) {
+Plan Bench::plan_and_dispatch(size_t version, bool has_budget) {
   const Routing routing = routing_of(version);
-  return exchange_.dispatch(
-      routing, plan_options(max_rows_), input(routing.topk_idx.rows), output(max_rows_), call()
-  );
+  const DispatchInput in = input(routing.topk_idx.rows);
+  const PlanOptions options = has_budget ? plan_options(max_rows_) : plan_options();
+  if (has_budget || exchange_.writes_alone(routing, options, in, call())) {
+    return exchange_.dispatch(routing, options, in, output(max_rows_), call());
+  }
+  Plan plan = exchange_.plan(routing, options, call());
+  dispatch(plan);
+  return plan;
 }
 
 void Bench::run_once(BenchOp op, size_t version) {
@@ -291,7 +296,7 @@ void Bench::run_once(BenchOp op, size_t version) {
       );
       return;
     case BenchOp::kPlanDispatch:
-      dispatch(exchange_.plan(routing_of(version), plan_options(), call()));
+      static_cast<void>(plan_and_dispatch(version, false));
       return;
   }
 }
@@ -326,9 +331,11 @@ Verdict Bench::check() {
   const auto& domain_of = group_.topology().domain_of;
   mine.is_combine_good =
       sums_are_right(out_, expected[rank_], domain_of, expert_rows_, num_checked());
-  if (options_.is_graph && is_on_gpu()) {
-    mine.is_dispatch_good &=
-        is_right_after(expected, [&] { static_cast<void>(plan_and_dispatch(0)); });
+  for (const bool has_budget : {false, true}) {
+    if (is_on_gpu() && (!has_budget || options_.is_graph)) {
+      mine.is_dispatch_good &=
+          is_right_after(expected, [&] { static_cast<void>(plan_and_dispatch(0, has_budget)); });
+    }
   }
   return verdict_of_all(group_, mine);
 }

@@ -148,7 +148,8 @@ class Bench {
   void run_once(BenchOp op, size_t version);
   // With a row budget, as a graph needs it.
   [[nodiscard]] Plan plan_in_budget(size_t version);
-  [[nodiscard]] Plan plan_and_dispatch(size_t version);
+  // In one launch where that can be; without a budget the host waits for the number of rows.
+  [[nodiscard]] Plan plan_and_dispatch(size_t version, bool has_budget);
   [[nodiscard]] size_t num_versions() const { return plans_.size(); }
 
  protected:

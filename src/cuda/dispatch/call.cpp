@@ -149,14 +149,16 @@ void CudaExchange::dispatch_by_copies(
 bool CudaExchange::writes_alone(
     const Routing& routing,
     const PlanOptions& options,
-    const ConstTensor& x,
+    const DispatchInput& in,
     const CallOptions& call
 ) const {
   const int replicas = options.balance.replicas;  // which is not checked yet
   const bool fits = replicas >= 0 && replicas <= kMostReplicas &&
                     (fused_replicas_ >> static_cast<uint32_t>(replicas) & 1U) != 0;
-  return fits && !call.copy_engines && !routing.map.is_given() &&
-         given_rows(options, 1).has_value() && x.row_bytes() <= control_map_.eager_row_bytes;
+  const bool is_exact = !options.row_budget && options.layout != Layout::kExpertStrided;
+  const bool may_tell = given_rows(options, 1) || (is_exact && replicas == 0);
+  return fits && may_tell && !call.copy_engines && !routing.map.is_given() &&
+         in.x.row_bytes() <= control_map_.eager_row_bytes && stored_scale_bytes(in) <= kScaleRoom;
 }
 
 BalancedDispatchLaunch CudaExchange::balanced(
@@ -184,15 +186,18 @@ Plan CudaExchange::dispatch_routed(
     const CallOptions& call
 ) {
   const PayloadFormat payload = payload_of(in, out, settings_.max_topk);
-  const bool is_eager =
-      writes_alone(routing, options, in.x, call) && payload.staged_scale_bytes() <= kScaleRoom;
-  if (!is_eager) {
+  if (!writes_alone(routing, options, in, call)) {
     Plan plan = make_plan_of(Op::kPlanAndDispatch, routing, options, call);
     dispatch_by_plan(plan, in, out, call, /*is_second=*/true);
     return plan;
   }
   return run_call(Op::kPlanAndDispatch, call, [&](cudaStream_t stream) {
     auto [data, plan] = prepare_plan(routing, options, payload, call.number, stream);
+    const bool waits = data.has_output_shape;
+    if (waits) {
+      ask_shape(plan);
+      data.num_rows = out.rows.rows;  // for which there is room
+    }
     RoutedDispatchLaunch launch;
     launch.dispatch = prepare_dispatch(data, in, out);
     launch.dispatch.place = Place::kEager;
@@ -204,16 +209,22 @@ Plan CudaExchange::dispatch_routed(
     launch.plan.num_parts = plan_parts(settings_.max_tokens, view_.num_ranks, launch.num_blocks);
     const int jobs = 1 + view_.num_ranks * launch.plan.num_parts;
     launch.plan.num_blocks = std::min(jobs, launch.num_blocks - 1);
-    Plan made(std::make_shared<const PlanData>(std::move(data)));
     // With replicas it is not known where rows go before all routing has come.
     const bool is_balanced = options.balance.replicas > 0;
-    const bool is_later = call.receives_later && !is_balanced;
+    const bool is_later = call.receives_later && !is_balanced && !waits;
     if (is_balanced) {
       launch_balanced_dispatch(balanced(launch, options.balance), stream);
     } else {
       launch_routed_dispatch(launch, is_later ? CallPart::kSend : CallPart::kAll, stream);
     }
     set_launched(stream);
+    if (waits) {
+      hear_shape(data, plan.plan.map, stream);
+    }
+    Plan made(std::make_shared<const PlanData>(std::move(data)));
+    if (waits && made.num_rows() > out.rows.rows) {
+      unplaced_ = Unplaced{made, payload};
+    }
     if (is_later) {
       open_ = OpenCall{made, launch, is_capturing(stream, context_)};
     }
@@ -221,6 +232,29 @@ Plan CudaExchange::dispatch_routed(
     ++counters_.num_dispatches;
     return made;
   });
+}
+
+void CudaExchange::place_rows(
+    const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+) {
+  const CudaDeviceGuard guard(settings_.device.index);
+  WEFT_CHECK_ARG(
+      context_, unplaced_ && &header_of(unplaced_->plan) == &header_of(plan), "{}", kNothingToPlace
+  );
+  const DispatchLaunch launch = prepare_dispatch(header_of(plan), in, out);
+  WEFT_CHECK_ARG(
+      context_,
+      launch.payload == unplaced_->payload,
+      "place_rows: what is to be placed is not what the call has sent"
+  );
+  const cudaStream_t stream = stream_of(call);
+  launch_place_rows(launch, sms_of(call), stream);
+  record_end(stream);
+  unplaced_.reset();
+  if (call.stream == nullptr) {
+    wait_for(stream);
+    check();
+  }
 }
 
 }  // namespace weft

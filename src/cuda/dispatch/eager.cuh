@@ -142,12 +142,13 @@ class EagerFanOut {
     }
   }
 
-  // Waits for the slots. None if the call is given up.
+  // Waits for the slots. None if the call is given up, and none for which there is no room.
   __device__ __forceinline__ void find_slots(ArrivalRecords& records) const {
     int2 entry = {-1, 0};
     if (await_block(seen_.slots) && lane_index() < call_.topk) {
       const EagerSlot* slots = eager_slots_of(me_, static_cast<uint32_t>(records.source));
       entry = reinterpret_cast<const int2*>(slots + records.chunk * call_.topk)[lane_index()];
+      entry.x = entry.x < call_.num_rows ? entry.x : -1;
     }
     records.count = 1;
     records.num_routes[0] = __popc(__ballot_sync(kAllLanes, entry.x >= 0));

@@ -316,7 +316,7 @@ __device__ inline void zero_padding(const DispatchLaunch& call, int part) {
   const int num_experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
   const int expert = part % num_experts;
   const int64_t begin = plan.expert_begin()[expert];
-  const int64_t end = begin + plan.padded_rows_per_expert()[expert];
+  const int64_t end = min(begin + plan.padded_rows_per_expert()[expert], call.num_rows);
   int64_t row = begin + plan.rows_per_expert()[expert] + part / num_experts;
   for (; row < end; row += kPaddingParts) {
     zero_row(call, row);

@@ -156,6 +156,31 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
   }
 }
 
+// The rows of a call that has ended. They lie where peers have pushed them until the next call.
+template <class Mover>
+__global__ void __launch_bounds__(kRoleThreads, 1)
+    place_rows(const __grid_constant__ DispatchLaunch call) {
+  if constexpr (Mover::kIsCompiled) {
+    __shared__ CallSetup setup;
+    __shared__ SeenPlan seen;
+    __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
+    if (threadIdx.x == 0) {
+      setup.epoch = call.me.local->epoch;
+      seen.sizes = seen.slots = seen.shape = SeenPlan::kHere;
+    }
+    if (threadIdx.x < static_cast<uint32_t>(call.me.num_ranks)) {
+      setup.tokens[threadIdx.x] = call.plan.tokens_of()[threadIdx.x];
+    }
+    __syncthreads();
+    const RoleBlock place = {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+    if (const int warp = warp_in_block(); warp < kMoverWarps) {
+      Mover mover(call.me, warp, full + warp * Mover::kBarriers);
+      EagerFanOut(call, setup, seen, place).run(mover);
+    }
+    Mover::finish();
+  }
+}
+
 template <class Mover>
 Kernel<RoutedDispatchLaunch> kernel_of(const RoutedDispatchLaunch& call, CallPart part) {
   constexpr auto kThreads = static_cast<int>(kRoutedThreads);
@@ -190,6 +215,12 @@ void prepare_parts() {
   prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kSend, Launch>);
   prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kReceive, Launch>);
   prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kAll, BalancedDispatchLaunch>);
+  prepare_for_any_shared(place_rows<Mover>);
+}
+
+template <class Mover>
+Kernel<DispatchLaunch> placing() {
+  return {place_rows<Mover>, kRoleThreads, Mover::kSharedBytes};
 }
 
 }  // namespace
@@ -213,6 +244,11 @@ void launch_routed_dispatch(const RoutedDispatchLaunch& call, CallPart part, cud
       call,
       stream
   );
+}
+
+void launch_place_rows(const DispatchLaunch& call, int num_blocks, cudaStream_t stream) {
+  const bool is_bulk = call.mover == Mover::kBulk;
+  launch(is_bulk ? placing<BulkMover>() : placing<VectorMover>(), num_blocks, call, stream);
 }
 
 void launch_balanced_dispatch(const BalancedDispatchLaunch& call, cudaStream_t stream) {

@@ -66,9 +66,12 @@ class CudaExchange final : public Executor {
   [[nodiscard]] bool writes_alone(
       const Routing& routing,
       const PlanOptions& options,
-      const ConstTensor& x,
+      const DispatchInput& in,
       const CallOptions& call
   ) const override;
+  void place_rows(
+      const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+  ) override;
   void receive(const Plan& plan, const CallOptions& call) override;
   [[nodiscard]] bool is_open(const Plan& plan) const override {
     return open_ && &header_of(open_->plan) == &header_of(plan);
@@ -248,7 +251,10 @@ class CudaExchange final : public Executor {
   PeerAddress take_plan(PlanData& data, cudaStream_t stream);
   // Where a plan of this exchange lies.
   [[nodiscard]] PlanView view_of(const PlanData& plan) const;
-  // Waits until the plan kernel has written the shape of its output to the host.
+  // The kernel will tell the host the shape of the plan's output.
+  void ask_shape(PlanLaunch& launch);
+  // Waits until it has, and fills it in.
+  void hear_shape(PlanData& data, const PlanMap& map, cudaStream_t stream);
   void wait_shape(const volatile uint32_t* seen, cudaStream_t stream);
 
   // The launch of a plan and its dispatch where there are replicas.
@@ -343,6 +349,12 @@ class CudaExchange final : public Executor {
     bool is_captured = false;
   };
   std::optional<OpenCall> open_;
+  // The last call, if its output had too few rows.
+  struct Unplaced {
+    Plan plan;
+    PayloadFormat payload;
+  };
+  std::optional<Unplaced> unplaced_;
   BlockChoice tuning_;
   bool picks_mover_ = true;    // Mover::kAuto
   int num_senders_ = 0;        // see set_num_senders()
@@ -375,6 +387,7 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
   const auto launched = [&] {
     try {
       receive_open(stream);
+      unplaced_.reset();
       if (losses_ && !is_second) {
         if (losses_->has_news()) {
           record_end(stream);  // replays that are queued there are calls before this one

@@ -64,6 +64,7 @@ void CudaExchange::go_on_without(uint32_t lost, uint64_t last_call) {
   set_local(own_->local.get(), fresh);
   lost_ = lost;
   open_.reset();
+  unplaced_.reset();
   memory_->forget(lost);
 }
 

@@ -235,6 +235,8 @@ void prepare_refusal();
 void prepare_waits();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
 void launch_routed_dispatch(const RoutedDispatchLaunch& call, CallPart part, cudaStream_t stream);
+// The rows of such a call, once more, before the next call.
+void launch_place_rows(const DispatchLaunch& call, int num_blocks, cudaStream_t stream);
 void launch_balanced_dispatch(const BalancedDispatchLaunch& call, cudaStream_t stream);
 // Shared memory that its blocks need, beside kMostStaticShared, for up to so many routes of a rank.
 [[nodiscard]] uint64_t balanced_shared_bytes(const PlanMap& map, uint32_t num_routes);

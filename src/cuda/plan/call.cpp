@@ -95,6 +95,11 @@ class CudaPlan final : public DevicePlan {
   mutable std::optional<PlanData> shape_;  // of its output alone
 };
 
+// Of host_shape_, which the kernel sets when it has written all.
+volatile uint32_t* shape_flag(std::byte* host_shape, const PlanMap& map) {
+  return reinterpret_cast<volatile uint32_t*>(host_shape + map.shape_bytes());
+}
+
 // Overflow::kError: the same text on every rank, which all know every rank's need.
 void refuse_overflow(const PlanView& host, const PlanShape& shape, const Context& context) {
   const PlanHeader& header = *host.header();
@@ -191,11 +196,8 @@ Plan CudaExchange::make_plan_of(
   return run_call(op, call, [&](cudaStream_t stream) {
     auto [data, launch] = prepare_plan(routing, options, {}, call.number, stream);
     const bool waits = data.has_output_shape;
-    const PlanMap& map = launch.plan.map;
-    auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape_.get() + map.shape_bytes());
     if (waits) {
-      *seen = 0;
-      launch.host_shape = host_shape_.get();
+      ask_shape(launch);
     }
     if (options.balance.replicas > 0) {
       queue_balance(options.balance, launch, stream);
@@ -204,13 +206,9 @@ Plan CudaExchange::make_plan_of(
     set_launched(stream);
     ++counters_.num_plans;
     if (waits) {
-      wait_shape(seen, stream);
-      const PlanView shape = {host_shape_.get(), map};
-      read_output_shape(shape, data);
-      data.num_sent = {shape.sent(), shape.sent() + view_.num_ranks};
-      data.num_received = {shape.received(), shape.received() + view_.num_ranks};
+      hear_shape(data, launch.plan.map, stream);
       if (options.overflow == Overflow::kError) {
-        refuse_overflow(shape, data.shape, context_);
+        refuse_overflow({host_shape_.get(), launch.plan.map}, data.shape, context_);
       }
     }
     return Plan(std::make_shared<const PlanData>(std::move(data)));
@@ -273,6 +271,19 @@ PeerAddress CudaExchange::take_plan(PlanData& data, cudaStream_t stream) {
 
 PlanView CudaExchange::view_of(const PlanData& plan) const {
   return device_plan_as<CudaPlan>(plan, context_).view();
+}
+
+void CudaExchange::ask_shape(PlanLaunch& launch) {
+  *shape_flag(host_shape_.get(), launch.plan.map) = 0;
+  launch.host_shape = host_shape_.get();
+}
+
+void CudaExchange::hear_shape(PlanData& data, const PlanMap& map, cudaStream_t stream) {
+  wait_shape(shape_flag(host_shape_.get(), map), stream);
+  const PlanView shape = {host_shape_.get(), map};
+  read_output_shape(shape, data);
+  data.num_sent = {shape.sent(), shape.sent() + view_.num_ranks};
+  data.num_received = {shape.received(), shape.received() + view_.num_ranks};
 }
 
 // The kernel's own waits are bounded, so the stream comes to an end in any case.
