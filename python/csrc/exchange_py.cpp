@@ -148,7 +148,7 @@ nb::tuple plan_and_dispatch(
   }
   std::optional<Written> written = written_ahead(calls, routes, given, options, pool, given_rows);
   if (!written && is_one_call) {
-    written = written_for(calls, routes, given, options, pool, 0);
+    written.emplace(written_for(calls, routes, given, options, pool, 0));
   }
   const DispatchOutput output = written ? written->output : DispatchOutput{};
   std::optional<Plan> plan;
@@ -180,7 +180,7 @@ nb::tuple plan_and_dispatch(
     calls.spare_rows = num_rows == calls.last_rows ? 0 : num_rows / (is_alone ? 16 : 64);
     calls.last_rows = num_rows;
     if (is_alone && num_rows > output.rows.rows) {
-      written = written_for(calls, routes, given, options, pool, num_rows);
+      written.emplace(written_for(calls, routes, given, options, pool, num_rows));
       calls.locked([&](Exchange& exchange) {
         exchange.place_rows(*plan, given.input(options), written->output, options);
       });

@@ -257,14 +257,15 @@ class Exchange(ExchangeBegin):
         a third and a fourth: sources [El, stride, 2] and counts [El] of `Beside`.
 
         Faster than the two. Where a GPU has to tell the number of rows, everything else is ready
-        by then. Where the number is given (row_budget, or expert_stride with "expert_strided"; on
-        all ranks or none), routing by topk_idx, overflow "drop" and no copy engines, it is one
-        launch on GPUs of one domain, in which rows travel while the plan is made (with replicas,
-        once these are planned), if max_tokens is at most 512 and max_tokens * max_topk of all ranks
-        at most 32,768.
+        by then. By topk_idx and without copy engines it is one launch on GPUs of one domain, in
+        which rows travel while the plan is made, if max_tokens is at most 512 and max_tokens *
+        max_topk of all ranks at most 32,768. The number of rows is given then (row_budget, or
+        expert_stride with "expert_strided"; on all ranks or none) with overflow "drop"; or it is
+        told, without replicas. With replicas rows travel once these are planned.
 
-        receives_later: there such a call without replicas only sends, without a wait for any rank,
-        and `receive` has the rest; elsewhere all is done at once. Each rank may choose for itself.
+        receives_later: such a call without replicas, with a number of rows that is given, only
+        sends, without a wait for any rank, and `receive` has the rest; elsewhere all is done at
+        once. Each rank may choose for itself.
 
         is_skipped, where the number of rows is given: local, nothing is sent. What is returned is
         of the same sizes, with zeros for counts and whatever else for contents, and the plan a
