@@ -221,7 +221,8 @@ __device__ __forceinline__ bool plan_shape(
     }
   });
   if (is_made) {
-    publish_shape(call, shape_group(call, place, shared, true), place, shared);
+    const PlanGroup group = shape_group(call, place, shared, true);
+    write_shape(call, group, place, shared, call.plan);
     __syncthreads();
     if (threadIdx.x == 0) {
       ptx::add_acq_rel_gpu(&call.me.local->grid, 1);
@@ -233,6 +234,9 @@ __device__ __forceinline__ bool plan_shape(
       is_made = await_parts(call.me, place.epoch);
     }
     is_made = __syncthreads_and(static_cast<int>(is_made)) != 0;
+    if (is_made) {
+      tell_host(call, group, place, shared);
+    }
   }
   if (!is_made) {
     clear_plan(call.plan);

@@ -258,8 +258,8 @@ __device__ inline void write_shape(
   }
 }
 
-// All threads of one block write this rank's shape into its plan and, if asked for, to the host.
-__device__ inline void publish_shape(
+// All threads of one block write this rank's shape to the host, if asked for.
+__device__ inline void tell_host(
     const PlanLaunch& call, const PlanGroup& group, const PlanPlace& place, const PlanShared& shared
 ) {
   if (call.host_shape != nullptr) {
@@ -272,7 +272,6 @@ __device__ inline void publish_shape(
       );
     }
   }
-  write_shape(call, group, place, shared, call.plan);
 }
 
 // All threads of one block clear what a later call would follow in a plan that was given up.

@@ -59,7 +59,8 @@ __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const P
   }
   const PlanGroup group = shape_group(call, place, shared);
   if (blockIdx.x == 0) {
-    publish_shape(call, group, place, shared);
+    tell_host(call, group, place, shared);
+    write_shape(call, group, place, shared, call.plan);
     close_chunks(call, place, shared);
   }
   place_tokens(call, place, shared);
