@@ -159,18 +159,28 @@ bool Survival::has_come(int rank) const {
   return members_.lives[at] > before_.lives[at];
 }
 
-void Survival::look() const {
+void Survival::live_on() const {
   roll_.beat();
   WEFT_CHECK(
       context_,
-      roll_.epoch() == members_.epoch,
+      !is_stopped_.load(std::memory_order_relaxed),
+      ErrorCode::kInterrupted,
+      "survive: the exchange ends"
+  );
+}
+
+void Survival::look() const {
+  live_on();
+  WEFT_CHECK(
+      context_,
+      !has_moved(),
       ErrorCode::kPeerFailed,
       "survive: ranks were lost while this rank was in its call"
   );
 }
 
 Survival::Trouble Survival::trouble() const {
-  if (roll_.epoch() != members_.epoch) {
+  if (has_moved()) {
     return Trouble::kLost;
   }
   auto worst = Trouble::kNone;
@@ -239,14 +249,14 @@ bool Survival::finish_call(std::string_view op) {
   for (;;) {
     const uint32_t doorbell = roll_.doorbell();
     // First: once others are members, the call can no longer be committed among these.
-    const bool has_moved = roll_.epoch() != members_.epoch;
+    const bool is_over_here = has_moved();
     if (roll_.commits(members_, call_)) {
       return true;
     }
-    if (has_moved && adopt(op)) {
+    if (is_over_here && adopt(op)) {
       return false;
     }
-    roll_.beat();
+    live_on();
     const bool is_late = is_over(wait);
     if (propose_without_gone(/*is_open=*/false)) {
       continue;
@@ -280,7 +290,7 @@ bool Survival::settle(std::string_view op, ErrorCode cause) {
     if (deadline.has_passed()) {
       return false;
     }
-    roll_.beat();
+    live_on();
     if (!propose_without_gone(/*is_open=*/true)) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -332,7 +342,7 @@ bool Survival::propose_without_gone(bool is_open) {
 
 // Takes on new members; false: they are the same.
 bool Survival::adopt(std::string_view op) {
-  if (roll_.epoch() == members_.epoch) {
+  if (!has_moved()) {
     return false;
   }
   const Roll::Members next = roll_.members();

@@ -5,6 +5,7 @@
 // is where that happens. On GPUs no call is made again by itself (cuda/exchange/loss_watch.hpp).
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -41,6 +42,10 @@ class Survival {
   // are members by now.
   enum class Trouble : uint8_t { kNone, kLeft, kLost };
   [[nodiscard]] Trouble trouble() const;
+  // Others are members by now, so that a member waits for this rank.
+  [[nodiscard]] bool has_moved() const { return roll_.epoch() != members_.epoch; }
+  // Ends what another thread waits for here, by an Error (kInterrupted).
+  void stop() { is_stopped_.store(true, std::memory_order_relaxed); }
   void beat() const { roll_.beat(); }
   // The last process in its place has, or has left.
   [[nodiscard]] bool has_ended(int rank) const { return roll_.has_ended(rank); }
@@ -96,6 +101,8 @@ class Survival {
   [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> block);
   void join();
   [[nodiscard]] bool adopt(std::string_view op);
+  // A moment of a wait: this rank is not stopped, neither by stop().
+  void live_on() const;
   // Proposes the members without those that are gone; false: there are none. Who has arrived at the
   // call before it went stays, as others may have returned from it; `is_open`: none can have, since
   // this rank has not arrived and will not.
@@ -112,6 +119,7 @@ class Survival {
   Roll::Members before_;  // when the call began
   bool has_strays_ = false;
   bool has_newcomers_ = false;
+  std::atomic<bool> is_stopped_ = false;
   std::mutex mutex_;
   std::vector<int> silent_;  // by mutex_; whom a wait of this attempt has given up
 };

@@ -127,9 +127,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
   fused_replicas_ = fused_replicas(facts.shared_bytes);
   agree(group, [&] { set_up(facts.stamp); });  // nobody leaves before everybody can be written to
   if (settings_.on_peer_loss == PeerLoss::kShrink) {
-    losses_ = std::make_unique<LossWatch>(group, context_, settings_.timeout, [this] {
-      stop_for_loss();
-    });
+    watch_for_losses(group);
   }
 }
 

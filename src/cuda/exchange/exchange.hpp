@@ -167,14 +167,13 @@ class CudaExchange final : public Executor {
   void stop_kernels(uint32_t call);
   // With PeerLoss::kShrink (losses.cpp). By the thread of LossWatch: no kernel of this rank waits
   // any more, until go_on_without().
+  void watch_for_losses(const Group& group);
   void stop_for_loss();
   // If ranks are lost: waits for those that are left, and throws Error (kRanksLost) when the next
   // call can be made without the lost ones. Returns if none is. `late` as for LossWatch::settle().
   void look_for_losses(Op op, ErrorCode cause, std::optional<int> late = std::nullopt);
   // Throws Error (kRanksLost): members have agreed that they go on with those that are left.
-  [[noreturn]] void raise_losses(
-      Op op, const LossWatch::Calls& own, const LossWatch::Calls& agreed
-  );
+  [[noreturn]] void raise_losses(Op op, const LossWatch::Agreement& agreed);
   // Throws TimeoutError.
   void await_last_call() const;
   [[nodiscard]] LossWatch::Calls own_calls() const;
@@ -384,6 +383,9 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
   const cudaStream_t stream = stream_of(call);
   running_op_ = op;
   is_launched_ = false;
+  if (losses_) {
+    losses_->follow_caller();
+  }
   const auto launched = [&] {
     try {
       receive_open(stream);

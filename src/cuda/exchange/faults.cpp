@@ -19,6 +19,7 @@ void CudaExchange::check() {
     std::rethrow_exception(broken_);
   }
   if (losses_ && losses_->has_news()) {
+    losses_->follow_caller();
     look_for_losses(running_op_, ErrorCode::kPeerFailed);
   }
   if (has_fault()) {

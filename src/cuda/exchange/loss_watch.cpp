@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 
 #include "core/check.hpp"
 #include "core/clock.hpp"
@@ -17,25 +18,54 @@ constexpr auto kLookEvery = std::chrono::milliseconds(5);
 // A rank that has left may have given the others all that they need for their last calls.
 constexpr auto kFarewell = std::chrono::milliseconds(200);
 
+// The threads of this process that wait for other ranks to agree, in whatever exchange.
+class WaitingThread {
+ public:
+  WaitingThread() {
+    const std::lock_guard lock(mutex());
+    all().insert(std::this_thread::get_id());
+  }
+  ~WaitingThread() {
+    const std::lock_guard lock(mutex());
+    all().erase(all().find(std::this_thread::get_id()));
+  }
+  WaitingThread(const WaitingThread&) = delete;
+  WaitingThread& operator=(const WaitingThread&) = delete;
+
+  [[nodiscard]] static bool is(std::thread::id thread) {
+    const std::lock_guard lock(mutex());
+    return all().contains(thread);
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex mutex;
+    return mutex;
+  }
+  static std::multiset<std::thread::id>& all() {
+    static std::multiset<std::thread::id> all;
+    return all;
+  }
+};
+
 }  // namespace
 
 LossWatch::LossWatch(
-    const Group& group,
-    const Context& context,
-    std::chrono::milliseconds timeout,
-    std::function<void()> stop
+    const Group& group, const Context& context, std::chrono::milliseconds timeout, Kernels kernels
 )
     : context_(context),
       timeout_(timeout),
-      stop_(std::move(stop)),
+      kernels_(std::move(kernels)),
       survival_(group, context, timeout),
       vigil_(survival_.begin_wait()),
       has_news_(invitation_of(group).has_value()) {
+  tell();
   thread_ = std::thread([this] { run(); });
 }
 
 LossWatch::~LossWatch() {
   is_ended_.store(true, std::memory_order_relaxed);
+  survival_.stop();
   thread_.join();
   survival_.leave();
 }
@@ -45,6 +75,9 @@ void LossWatch::run() {
   while (!is_ended_.load(std::memory_order_relaxed)) {
     try {
       look();
+      if (is_awaited()) {
+        answer();
+      }
     } catch (const std::exception& error) {
       log(LogLevel::kWarn, "exchange: watching for lost ranks: {}", error.what());
     }
@@ -72,7 +105,39 @@ void LossWatch::look() {
     }
   }
   has_news_.store(true, std::memory_order_release);  // first: a call that is cut short has a reason
-  stop_();
+  kernels_.stop();
+}
+
+bool LossWatch::is_awaited() const {
+  const std::lock_guard lock(mutex_);
+  return has_news() && !answer_error_ && survival_.has_moved() &&
+         WaitingThread::is(caller_.load(std::memory_order_relaxed));
+}
+
+// What a rank says that has heard of a loss and of another one before its next call: it has gone on
+// from the first, and made no call since.
+void LossWatch::answer() {
+  const std::lock_guard lock(mutex_);
+  if (!survival_.has_moved()) {  // it has come itself
+    return;
+  }
+  try {
+    const Calls own =
+        answered_ ? Calls{answered_->last + 1, answered_->last + 2} : kernels_.calls();
+    survival_.begin_call(/*is_second_part=*/answered_.has_value());
+    if (!survival_.settle("check", ErrorCode::kPeerFailed)) {
+      return;
+    }
+    const Agreement agreement = agree_on_calls("check", own);
+    if (!answered_) {
+      answered_last_ = own.last;
+      answered_ = agreement;
+    }
+    answered_->last = agreement.last;
+    answered_->calls_behind = agreement.calls_behind;
+  } catch (const std::exception&) {
+    answer_error_ = std::current_exception();
+  }
 }
 
 bool LossWatch::await_news(std::chrono::milliseconds at_most) const {
@@ -83,10 +148,15 @@ bool LossWatch::await_news(std::chrono::milliseconds at_most) const {
   return has_news();
 }
 
-CallReport LossWatch::report() const {
-  const std::lock_guard lock(mutex_);
-  return {
+void LossWatch::tell() {
+  const std::lock_guard lock(told_mutex_);
+  told_ = {
       .epoch = survival_.epoch(), .alive = survival_.members(), .lost = survival_.lost_in_call()};
+}
+
+CallReport LossWatch::report() const {
+  const std::lock_guard lock(told_mutex_);
+  return told_;
 }
 
 void LossWatch::leave() {
@@ -99,11 +169,20 @@ void LossWatch::mask(std::span<const int> ranks) {
   survival_.give_up(ranks);
 }
 
-std::optional<LossWatch::Calls> LossWatch::settle(
+std::optional<LossWatch::Agreement> LossWatch::settle(
     std::string_view op, ErrorCode cause, const Calls& own, std::optional<int> late
 ) {
+  const WaitingThread waiting;
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
+  if (answer_error_) {
+    std::rethrow_exception(answer_error_);
+  }
+  if (answered_) {
+    answered_->void_calls += static_cast<int64_t>(own.last - answered_last_);  // replays since
+    tell();
+    return std::exchange(answered_, std::nullopt);
+  }
   survival_.begin_call();
   if (late && survival_.are_processes()) {
     survival_.give_up(std::array{*late});
@@ -117,20 +196,29 @@ std::optional<LossWatch::Calls> LossWatch::settle(
     }
   }
   if (survival_.settle(op, cause)) {
-    return agree_on_calls(op, own);
+    const Agreement agreement = agree_on_calls(op, own);
+    tell();
+    return agreement;
   }
+  tell();
   resume();
   return std::nullopt;
 }
 
-std::optional<LossWatch::Calls> LossWatch::assemble(std::string_view op, const Calls& own) {
+std::optional<LossWatch::Agreement> LossWatch::assemble(std::string_view op, const Calls& own) {
+  const WaitingThread waiting;
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);
   survival_.begin_call();
-  return survival_.finish_call(op) ? std::nullopt : std::optional(agree_on_calls(op, own));
+  std::optional<Agreement> agreement;
+  if (!survival_.finish_call(op)) {
+    agreement = agree_on_calls(op, own);
+  }
+  tell();
+  return agreement;
 }
 
-LossWatch::Calls LossWatch::agree_on_calls(std::string_view op, const Calls& own) {
+LossWatch::Agreement LossWatch::agree_on_calls(std::string_view op, const Calls& own) {
   for (;;) {
     try {
       Calls all = own;
@@ -147,7 +235,10 @@ LossWatch::Calls LossWatch::agree_on_calls(std::string_view op, const Calls& own
       if (survival_.finish_call(op)) {
         seen_to_leave_.reset();
         has_left_.store(false, std::memory_order_relaxed);
-        return all;
+        return {
+            .last = all.last,
+            .void_calls = static_cast<int64_t>(own.last + 1 - all.first_void),
+            .calls_behind = static_cast<int64_t>(all.last - own.last)};
       }
     } catch (const Error& error) {  // others were lost meanwhile, or have not come
       if (error.code() != ErrorCode::kPeerFailed || !survival_.settle(op, error.code())) {
@@ -163,6 +254,7 @@ bool LossWatch::has_ended(int rank) const {
 }
 
 std::vector<int> LossWatch::readmit(std::span<const int> ranks, const Connect& connect) {
+  const WaitingThread waiting;
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   survival_.begin_call();
@@ -216,13 +308,15 @@ void LossWatch::meet_at_last(const Connect& connect) {
   }
   seen_to_leave_.reset();
   has_left_.store(false, std::memory_order_relaxed);
+  tell();
 }
 
 uint32_t LossWatch::lost() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(told_mutex_);
   uint32_t lost = 0;
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    lost |= survival_.is_lost(rank) ? 1U << static_cast<uint32_t>(rank) : 0U;
+    const bool is_alive = std::ranges::binary_search(told_.alive, rank);
+    lost |= is_alive ? 0U : 1U << static_cast<uint32_t>(rank);
   }
   return lost;
 }

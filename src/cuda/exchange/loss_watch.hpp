@@ -3,11 +3,16 @@
 // is lost and ends the waits of this rank's kernels, whatever its host does; the host's next call
 // agrees with the hosts of all that are left on which calls are to be made again. Nothing is
 // repaired inside a call, as what is queued behind it may have read it already.
+//
+// Ranks that use several exchanges may come to different ones first, and would wait for each other
+// in them. So while a thread waits here, the threads of its other watches answer for it where
+// others have begun to agree; its next call finds what came out.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -24,15 +29,23 @@ namespace weft {
 
 class LossWatch {
  public:
-  // Collective. `stop` ends the waits of this rank's kernels and all that is queued behind them, as
-  // it may be called by another thread at any time. Throws Error (kUnsupported) where ranks share
-  // no memory of the host. A rank that joins again waits until the members take it in, and is one
-  // of them after meet(); throws TimeoutError if they do not.
+  // By their numbers on the GPUs.
+  struct Calls {
+    uint64_t last = 0;        // that has ended, well or not
+    uint64_t first_void = 0;  // that has to be made again, the one after the last if none
+  };
+  // What a rank's kernels have come to, when others need it at any time.
+  struct Kernels {
+    // Ends their waits, and all that is queued behind them.
+    std::function<void()> stop;
+    // After that, once they have ended. The rank makes no call meanwhile.
+    std::function<Calls()> calls;
+  };
+  // Collective. Throws Error (kUnsupported) where ranks share no memory of the host. A rank that
+  // joins again waits until the members take it in, and is one of them after meet(); throws
+  // TimeoutError if they do not.
   LossWatch(
-      const Group& group,
-      const Context& context,
-      std::chrono::milliseconds timeout,
-      std::function<void()> stop
+      const Group& group, const Context& context, std::chrono::milliseconds timeout, Kernels kernels
   );
   ~LossWatch();  // this rank leaves
 
@@ -43,37 +56,32 @@ class LossWatch {
   [[nodiscard]] bool await_news(std::chrono::milliseconds at_most) const;
   // A rank has ended its exchange: a call that needs it will not end.
   [[nodiscard]] bool has_left() const { return has_left_.load(std::memory_order_relaxed); }
-  [[nodiscard]] CallReport report() const;
+  [[nodiscard]] CallReport report() const;  // as this rank's last call was told
   // Others shall not wait for this rank any more.
   void leave();
   // See Exchange::mask().
   void mask(std::span<const int> ranks);
 
   // --- the thread that calls, once this rank's kernels have ended ---
-  // By their numbers on the GPUs.
-  struct Calls {
-    uint64_t last = 0;        // that has ended, well or not
-    uint64_t first_void = 0;  // that has to be made again, the one after the last if none
-
-    // What CallReport says of a rank with these, once all have agreed.
-    [[nodiscard]] int64_t void_calls(const Calls& agreed) const {
-      return static_cast<int64_t>(last + 1 - agreed.first_void);
-    }
-    [[nodiscard]] int64_t behind(const Calls& agreed) const {
-      return static_cast<int64_t>(agreed.last - last);
-    }
+  // It is this one from now on.
+  void follow_caller() { caller_.store(std::this_thread::get_id(), std::memory_order_relaxed); }
+  // What those that are left have agreed on.
+  struct Agreement {
+    uint64_t last = 0;  // of all: calls go on after it
+    // As CallReport has them of this rank.
+    int64_t void_calls = 0;
+    int64_t calls_behind = 0;
   };
   // Waits until those that are left are agreed on. `late`: a rank that has not begun the call
-  // within the deadline, and is given up unless it is a thread of this process. -> the latest last
-  // and the earliest first_void of all; nothing: no rank is lost. Throws PeerError if this rank is,
-  // TimeoutError if others have not come.
-  [[nodiscard]] std::optional<Calls> settle(
+  // within the deadline, and is given up unless it is a thread of this process. Nothing: no rank is
+  // lost. Throws PeerError if this rank is, TimeoutError if others have not come.
+  [[nodiscard]] std::optional<Agreement> settle(
       std::string_view op, ErrorCode cause, const Calls& own, std::optional<int> late = std::nullopt
   );
   // Waits until all members are here, with their calls ended. Otherwise as settle(): ranks are
   // lost, and who is here has no more to say than those that are in a call.
-  [[nodiscard]] std::optional<Calls> assemble(std::string_view op, const Calls& own);
-  // A bit for each rank that is none of them.
+  [[nodiscard]] std::optional<Agreement> assemble(std::string_view op, const Calls& own);
+  // A bit for each rank that was none of them then.
   [[nodiscard]] uint32_t lost() const;
   [[nodiscard]] std::string invitation() const { return survival_.invitation(); }
   [[nodiscard]] bool has_ended(int rank) const;
@@ -95,18 +103,30 @@ class LossWatch {
  private:
   void run();
   void look();
+  // Others have begun to agree, and the thread that calls waits elsewhere.
+  [[nodiscard]] bool is_awaited() const;
+  // In place of that thread.
+  void answer();
   // Once others are members.
-  [[nodiscard]] Calls agree_on_calls(std::string_view op, const Calls& own);
+  [[nodiscard]] Agreement agree_on_calls(std::string_view op, const Calls& own);
   void meet_at_last(const Connect& connect);
+  // This rank's call is told who the members are.
+  void tell();
 
   Context context_;
   std::chrono::milliseconds timeout_;
-  std::function<void()> stop_;
-  mutable std::mutex mutex_;  // guards what follows up to the next mark
+  Kernels kernels_;
+  mutable std::mutex mutex_;  // guards what follows up to the next mark; held while a thread waits
   Survival survival_;
   Survival::Vigil vigil_;
   std::optional<std::chrono::steady_clock::time_point> seen_to_leave_;
+  std::optional<Agreement> answered_;  // that the next call has still to hear
+  uint64_t answered_last_ = 0;         // Calls::last when that began
+  std::exception_ptr answer_error_;    // likewise
   // ---
+  mutable std::mutex told_mutex_;
+  CallReport told_;  // by told_mutex_
+  std::atomic<std::thread::id> caller_ = std::this_thread::get_id();
   std::atomic<bool> has_news_ = false;
   std::atomic<bool> has_left_ = false;
   std::atomic<bool> is_ended_ = false;

@@ -14,6 +14,21 @@
 
 namespace weft {
 
+void CudaExchange::watch_for_losses(const Group& group) {
+  const auto calls = [this] {
+    const CudaDeviceGuard guard(settings_.device.index);
+    const RelaxedCapture no_capture;
+    await_last_call();
+    return own_calls();
+  };
+  losses_ = std::make_unique<LossWatch>(
+      group,
+      context_,
+      settings_.timeout,
+      LossWatch::Kernels{.stop = [this] { stop_for_loss(); }, .calls = calls}
+  );
+}
+
 void CudaExchange::stop_for_loss() {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
@@ -88,26 +103,22 @@ void CudaExchange::look_for_losses(Op op, ErrorCode cause, std::optional<int> la
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
   stop_for_loss();
-  LossWatch::Calls own;
-  std::optional<LossWatch::Calls> agreed;
+  std::optional<LossWatch::Agreement> agreed;
   try {
     await_last_call();
-    own = own_calls();
-    agreed = losses_->settle(op_name(op), cause, own, late);
+    agreed = losses_->settle(op_name(op), cause, own_calls(), late);
   } catch (const Error&) {
     set_broken();
     throw;
   }
   if (agreed) {
-    raise_losses(op, own, *agreed);
+    raise_losses(op, *agreed);
   }
 }
 
-void CudaExchange::raise_losses(
-    Op op, const LossWatch::Calls& own, const LossWatch::Calls& agreed
-) {
-  void_calls_ = own.void_calls(agreed);
-  calls_behind_ = own.behind(agreed);
+void CudaExchange::raise_losses(Op op, const LossWatch::Agreement& agreed) {
+  void_calls_ = agreed.void_calls;
+  calls_behind_ = agreed.calls_behind;
   go_on_without(losses_->lost(), agreed.last);
   losses_->resume();
   const CallReport now = report();

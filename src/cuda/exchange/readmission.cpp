@@ -173,8 +173,7 @@ void CudaExchange::rejoin(const Group& group, const Invitation& invitation) {
       invitation.transport.data()
   );
   WEFT_CUDA(context_, cudaFree(nullptr));  // what CUDA does at first nobody else has to wait for
-  losses_ =
-      std::make_unique<LossWatch>(group, context_, settings_.timeout, [this] { stop_for_loss(); });
+  watch_for_losses(group);
   losses_->meet([this](const Group& members, const Meeting& who) { meet_as_newcomer(members, who); }
   );
   losses_->resume();
@@ -205,7 +204,7 @@ void CudaExchange::readmit(std::span<const int> ranks) {
   await_silence(ranks);
   void_calls_ = calls_behind_ = 0;
   const LossWatch::Calls own = own_calls();
-  std::optional<LossWatch::Calls> agreed;
+  std::optional<LossWatch::Agreement> agreed;
   std::vector<int> missing;
   try {
     agreed = losses_->assemble("readmit", own);
@@ -214,7 +213,7 @@ void CudaExchange::readmit(std::span<const int> ranks) {
     throw;
   }
   if (agreed) {  // others are in a call that has lost ranks
-    raise_losses(running_op_, own, *agreed);
+    raise_losses(running_op_, *agreed);
   }
   try {
     missing = losses_->readmit(ranks, [this](const Group& members, const Meeting& who) {
