@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from weft import _core, copies
 from weft import relays as relaying
 from weft.block_products import PlacedWeight
-from weft.errors import InvalidArgument, Unsupported
+from weft.errors import InvalidArgument, RanksLost
 from weft.exchange import Exchange
 from weft.group import Group
 from weft.outputs import Plan
@@ -43,9 +43,10 @@ class Balance:
     dtypes: of all of them, or one for each; any, FP8 and scales included. copy_engines: on GPUs
     these carry what moves. timeout: seconds, of every wait. on_peer_loss: "fail", or "shrink" as of
     an `Exchange`: replicas of a lost rank's experts are then zeros, and gradients are those of the
-    ranks that are left; not with wgrad "blocks". relays: whether ranks that have got an expert pass
-    it on: "never", "always" (not with "shrink"), or "auto", where that should take less time
-    (relays.py); replicas get the same bits. invitation: of `Balance.invitation`, in a new process
+    ranks that are left; not with wgrad "blocks". On GPUs a call, or `check`, raises RanksLost when
+    ranks are lost, as those of the exchange do, and the step is made again. relays: whether ranks
+    that have got an expert pass it on: "never", "always" (not with "shrink"), or "auto", where that
+    should take less time (relays.py); replicas get the same bits. invitation: of `Balance.invitation`, in a new process
     that takes a lost rank's place; it gives what the others gave, or raises InvalidArgument alone,
     and waits for their `readmit`. Raises InvalidArgument on every rank if one rank's arguments are
     wrong or differ. Calls are collective, and raise InvalidArgument on every rank if one rank's are
@@ -70,8 +71,6 @@ class Balance:
 
         def checked() -> list[tuple[tuple[int, ...], torch.dtype]]:
             _check_relays(relays, on_peer_loss)
-            if on_peer_loss == "shrink" and exchange.device.type != "cpu":
-                raise Unsupported('on_peer_loss = "shrink" of a Balance on GPUs (so far on CPUs)')
             return _kinds(replicas, shapes, dtypes)
 
         kinds = self.group.agreed("Balance", checked)
@@ -247,6 +246,12 @@ class Balance:
         carriers = "" if self._carrier is None else self._carrier.invitation()
         return self._sizes + _BETWEEN + carriers
 
+    def check(self) -> None:
+        """Raises what was found on the GPU by what the calls have queued, as `Exchange.check`."""
+        if self._carrier is not None:
+            with self._hearing_of_losses():
+                self._carrier.check()
+
     def readmit(self, ranks: Iterable[int]) -> None:
         """By all ranks that are left, between the same two calls: `Exchange.readmit` for the ranks'
         places here. Then nothing is pushed yet, and the backward of an `apply` from before raises
@@ -255,7 +260,8 @@ class Balance:
         self._num_readmitted += 1
         if self._carrier is not None:
             # They may be lost to nobody here: that is found out by a call.
-            self._carrier.plan(torch.empty((0, 1), dtype=torch.int32, device=self.device))
+            with contextlib.suppress(RanksLost):
+                self._carrier.plan(torch.empty((0, 1), dtype=torch.int32, device=self.device))
             self._carrier.readmit(ranks)
 
     # --- what the calls are made of ---
@@ -315,10 +321,20 @@ class Balance:
                 "many as the weights)"
             )
 
+    @contextlib.contextmanager
+    def _hearing_of_losses(self) -> Iterator[None]:
+        """What was pushed may not have come, if it raises RanksLost."""
+        try:
+            yield
+        except RanksLost:
+            self._replicas = self._masters = self._ahead = None
+            raise
+
     def _carry(self, blocks: Tensor, to: list[int], sources: list[int]) -> Tensor:
         options = {"copy_engines": self._copy_engines}
         if self._on_peer_loss == "shrink":
-            return copies.carry_from_those_left(self._carrier, blocks, to, sources, **options)
+            with self._hearing_of_losses():
+                return copies.carry_from_those_left(self._carrier, blocks, to, sources, **options)
         return copies.carry(self._carrier, blocks, to, len(sources), **options)
 
     def _sends(self, placement: Tensor) -> copies.Sends:

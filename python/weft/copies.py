@@ -123,17 +123,21 @@ def carry_from_those_left(
     exchange: Exchange, blocks: Tensor, to: Sequence[int], sources: Sequence[int], **options: Any
 ) -> Tensor:
     """`carry` by an exchange that goes on without lost ranks. sources: whose each block is that
-    comes here, ascending. Zeros for those of ranks that are lost."""
+    comes here, ascending. Zeros for those of ranks that are lost. Waits for a GPU."""
     # Rows of a rank that is lost before the plan are not there, later ones are zeros: blocks say
     # whose they are.
-    tag = torch.zeros(blocks.size(0), TAG_BYTES, dtype=torch.uint8)
+    device = blocks.device
+    tag = torch.zeros(blocks.size(0), TAG_BYTES, dtype=torch.uint8, device=device)
     tag.view(torch.int32)[:, 0] = exchange.rank + 1
     tagged = torch.cat([tag, blocks], dim=1)
     came, plan = _carried(exchange, tagged, to, len(sources), **options)
+    if device.type == "cuda":  # a call that was cut short has no plan
+        torch.cuda.current_stream(device).synchronize()
+        exchange.check()
     came = came[: sum(plan.core.rows_per_expert) // rows_of(tagged.size(1))[1]]
     source = came[:, :TAG_BYTES].contiguous().view(torch.int32)[:, 0] - 1
-    has_come = torch.isin(torch.tensor(sources, dtype=torch.int32), source)
-    out = torch.zeros(len(sources), blocks.size(1), dtype=torch.uint8)
+    has_come = torch.isin(torch.tensor(sources, dtype=torch.int32, device=device), source)
+    out = torch.zeros(len(sources), blocks.size(1), dtype=torch.uint8, device=device)
     out[has_come] = came[source >= 0, TAG_BYTES:]
     return out
 

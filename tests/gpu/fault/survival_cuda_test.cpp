@@ -381,6 +381,49 @@ TEST_F(GpuSurvivalTest, PlansFromBeforeAreRefused) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
 }
 
+// Each would wait for the other in its own until the deadline.
+TEST_F(GpuSurvivalTest, RanksThatComeToDifferentExchangesFirstGoOnInBoth) {
+  const ExchangeSetup own = setup();
+  const CaseData all = case_without(own, {});
+  const CaseData rest = case_without(own, {1});
+  const auto live = [&](const Group& group) -> std::string {
+    std::array<Exchange, 2> exchanges = {shrinking(group, own), shrinking(group, own)};
+    for (Exchange& exchange : exchanges) {
+      if (const std::string problem = run_cases(exchange, {&all, 1}); !problem.empty()) {
+        return problem;
+      }
+    }
+    group.barrier();
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    const size_t first = group.rank() == 0 ? 0 : 1;
+    for (const size_t i : {first, 1 - first}) {
+      std::string problem;
+      std::optional<Thrown> heard;
+      while (!heard && problem.empty()) {
+        heard = thrown_by([&] { problem = run_cases(exchanges[i], {&all, 1}); });
+      }
+      if (!heard || heard->code != ErrorCode::kRanksLost) {
+        return problem + text_of(heard);
+      }
+    }
+    std::string problem;
+    for (Exchange& exchange : exchanges) {
+      problem += run_cases(exchange, {&rest, 1});
+    }
+    return problem;
+  };
+  const auto statuses = run_forked(kRanks, [&](const Group& group) {
+    const std::string problem = live(group);
+    if (!problem.empty()) {
+      fmt::print(stderr, "rank {}: {}\n", group.rank(), problem);
+    }
+    return problem.empty() ? 0 : 1;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
+}
+
 TEST_F(GpuSurvivalTest, IsRefusedWhereItCannotBe) {
   const ExchangeSetup own = setup();
   const auto statuses = run_forked(2, [&](const Group& group) {
