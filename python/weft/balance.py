@@ -46,9 +46,9 @@ class Balance:
     ranks that are left; not with wgrad "blocks". On GPUs a call, or `check`, raises RanksLost when
     ranks are lost, as those of the exchange do, and the step is made again. relays: whether ranks
     that have got an expert pass it on: "never", "always" (not with "shrink"), or "auto", where that
-    should take less time (relays.py); replicas get the same bits. invitation: of `Balance.invitation`, in a new process
-    that takes a lost rank's place; it gives what the others gave, or raises InvalidArgument alone,
-    and waits for their `readmit`. Raises InvalidArgument on every rank if one rank's arguments are
+    should take less time (relays.py); replicas get the same bits. invitation: of
+    `Balance.invitation`, in a new process that takes a lost rank's place; it gives what the others
+    gave, or raises InvalidArgument alone, and waits for their `readmit`. Raises InvalidArgument on every rank if one rank's arguments are
     wrong or differ. Calls are collective, and raise InvalidArgument on every rank if one rank's are
     wrong, TimeoutError, PeerError.
     """
