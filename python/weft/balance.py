@@ -48,9 +48,9 @@ class Balance:
     that have got an expert pass it on: "never", "always" (not with "shrink"), or "auto", where that
     should take less time (relays.py); replicas get the same bits. invitation: of
     `Balance.invitation`, in a new process that takes a lost rank's place; it gives what the others
-    gave, or raises InvalidArgument alone, and waits for their `readmit`. Raises InvalidArgument on every rank if one rank's arguments are
-    wrong or differ. Calls are collective, and raise InvalidArgument on every rank if one rank's are
-    wrong, TimeoutError, PeerError.
+    gave, or raises InvalidArgument alone, and waits for their `readmit`. Raises InvalidArgument
+    on every rank if one rank's arguments are wrong or differ. Calls are collective, and raise
+    InvalidArgument on every rank if one rank's are wrong, TimeoutError, PeerError.
     """
 
     def __init__(
