@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <array>
-#include <set>
+#include <map>
 
 #include "core/check.hpp"
 #include "core/clock.hpp"
@@ -18,23 +18,24 @@ constexpr auto kLookEvery = std::chrono::milliseconds(5);
 // A rank that has left may have given the others all that they need for their last calls.
 constexpr auto kFarewell = std::chrono::milliseconds(200);
 
-// The threads of this process that wait for other ranks to agree, in whatever exchange.
+// The threads of this process that wait for other ranks to agree, and where.
 class WaitingThread {
  public:
-  WaitingThread() {
+  explicit WaitingThread(const LossWatch& where) {
     const std::lock_guard lock(mutex());
-    all().insert(std::this_thread::get_id());
+    all()[std::this_thread::get_id()] = &where;
   }
   ~WaitingThread() {
     const std::lock_guard lock(mutex());
-    all().erase(all().find(std::this_thread::get_id()));
+    all().erase(std::this_thread::get_id());
   }
   WaitingThread(const WaitingThread&) = delete;
   WaitingThread& operator=(const WaitingThread&) = delete;
 
-  [[nodiscard]] static bool is(std::thread::id thread) {
+  [[nodiscard]] static bool is_elsewhere(std::thread::id thread, const LossWatch& here) {
     const std::lock_guard lock(mutex());
-    return all().contains(thread);
+    const auto found = all().find(thread);
+    return found != all().end() && found->second != &here;
   }
 
  private:
@@ -42,8 +43,8 @@ class WaitingThread {
     static std::mutex mutex;
     return mutex;
   }
-  static std::multiset<std::thread::id>& all() {
-    static std::multiset<std::thread::id> all;
+  static std::map<std::thread::id, const LossWatch*>& all() {
+    static std::map<std::thread::id, const LossWatch*> all;
     return all;
   }
 };
@@ -111,7 +112,7 @@ void LossWatch::look() {
 bool LossWatch::is_awaited() const {
   const std::lock_guard lock(mutex_);
   return has_news() && !answer_error_ && survival_.has_moved() &&
-         WaitingThread::is(caller_.load(std::memory_order_relaxed));
+         WaitingThread::is_elsewhere(caller_.load(std::memory_order_relaxed), *this);
 }
 
 // What a rank says that has heard of a loss and of another one before its next call: it has gone on
@@ -172,7 +173,7 @@ void LossWatch::mask(std::span<const int> ranks) {
 std::optional<LossWatch::Agreement> LossWatch::settle(
     std::string_view op, ErrorCode cause, const Calls& own, std::optional<int> late
 ) {
-  const WaitingThread waiting;
+  const WaitingThread waiting(*this);
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   if (answer_error_) {
@@ -206,7 +207,7 @@ std::optional<LossWatch::Agreement> LossWatch::settle(
 }
 
 std::optional<LossWatch::Agreement> LossWatch::assemble(std::string_view op, const Calls& own) {
-  const WaitingThread waiting;
+  const WaitingThread waiting(*this);
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);
   survival_.begin_call();
@@ -254,7 +255,7 @@ bool LossWatch::has_ended(int rank) const {
 }
 
 std::vector<int> LossWatch::readmit(std::span<const int> ranks, const Connect& connect) {
-  const WaitingThread waiting;
+  const WaitingThread waiting(*this);
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   survival_.begin_call();
