@@ -165,9 +165,9 @@ class CudaExchange final : public Executor {
   void look_for_interrupts(cudaStream_t stream);
   // The running call and all later ones wait for nothing any more and give peers nothing.
   void stop_kernels(uint32_t call);
-  // With PeerLoss::kShrink (losses.cpp). By the thread of LossWatch: no kernel of this rank waits
-  // any more, until go_on_without().
+  // With PeerLoss::kShrink (losses.cpp). Makes losses_; collective.
   void watch_for_losses(const Group& group);
+  // By the thread of LossWatch: no kernel of this rank waits any more, until go_on_without().
   void stop_for_loss();
   // If ranks are lost: waits for those that are left, and throws Error (kRanksLost) when the next
   // call can be made without the lost ones. Returns if none is. `late` as for LossWatch::settle().
