@@ -14,6 +14,7 @@ from pathlib import Path
 
 # Bounds of the night; the models have those of the day themselves.
 NIGHT = {
+    "answers": ["N=3"],
     "cpu": ["NIGHT"],
     "copies": ["C=4"],
     "dispatch": ["C=4"],

@@ -76,9 +76,7 @@ void LossWatch::run() {
   while (!is_ended_.load(std::memory_order_relaxed)) {
     try {
       look();
-      if (is_awaited()) {
-        answer();
-      }
+      answer();
     } catch (const std::exception& error) {
       log(LogLevel::kWarn, "exchange: watching for lost ranks: {}", error.what());
     }
@@ -109,17 +107,13 @@ void LossWatch::look() {
   kernels_.stop();
 }
 
-bool LossWatch::is_awaited() const {
-  const std::lock_guard lock(mutex_);
-  return has_news() && !answer_error_ && survival_.has_moved() &&
-         WaitingThread::is_elsewhere(caller_.load(std::memory_order_relaxed), *this);
-}
-
-// What a rank says that has heard of a loss and of another one before its next call: it has gone on
-// from the first, and made no call since.
+// Only where others have begun to agree and the thread that calls waits elsewhere, not here for its
+// turn. What a rank says that has heard of a loss and of another one before its next call: it has
+// gone on from the first, and made no call since.
 void LossWatch::answer() {
   const std::lock_guard lock(mutex_);
-  if (!survival_.has_moved()) {  // it has come itself
+  if (!has_news() || answer_error_ || !survival_.has_moved() ||
+      !WaitingThread::is_elsewhere(caller_.load(std::memory_order_relaxed), *this)) {
     return;
   }
   try {

@@ -103,9 +103,7 @@ class LossWatch {
  private:
   void run();
   void look();
-  // Others have begun to agree, and the thread that calls waits elsewhere.
-  [[nodiscard]] bool is_awaited() const;
-  // In place of that thread.
+  // In place of the thread that calls.
   void answer();
   // Once others are members.
   [[nodiscard]] Agreement agree_on_calls(std::string_view op, const Calls& own);
