@@ -107,7 +107,8 @@ class ExchangeState:
         if plan is None:
             owners = topk_idx.div(self.num_local_experts, rounding_mode="floor")
         else:
-            owners = torch.tensor(plan.core.route_ranks, dtype=topk_idx.dtype).view_as(topk_idx)
+            ranks = torch.tensor(plan.core.route_ranks, dtype=topk_idx.dtype)
+            owners = ranks.view_as(topk_idx).to(topk_idx.device)
         alive = torch.tensor(self.alive(), dtype=owners.dtype, device=owners.device)
         routed = weights.masked_fill(topk_idx < 0, 0.0)
         kept = routed.masked_fill(~torch.isin(owners, alive), 0.0)

@@ -80,6 +80,12 @@ def lives_on(rank, num_ranks, group, is_replayed):
             assert torch.equal(run(), x * kept)
         torch.cuda.synchronize(device)
         ex.check()
+        weights = torch.rand(TOKENS, TOPK, device=device)
+        factor = ex.renormalisation(idx, weights)
+        left = weights.masked_fill(idx.div(PER_RANK, rounding_mode="floor") == VICTIM, 0.0)
+        left = left.sum(1, keepdim=True)
+        assert torch.allclose(factor * left, weights.sum(1, keepdim=True).where(left != 0, left))
+        assert torch.equal(factor, ex.renormalisation(idx, weights, ex.plan(idx)))
 
 
 _kept = {}  # exchanges of this process, from one call of a test to the next
