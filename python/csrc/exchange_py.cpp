@@ -180,6 +180,7 @@ nb::tuple plan_and_dispatch(
     calls.spare_rows = num_rows == calls.last_rows ? 0 : num_rows / (is_alone ? 16 : 64);
     calls.last_rows = num_rows;
     if (is_alone && num_rows > output.rows.rows) {
+      written.reset();
       written.emplace(written_for(calls, routes, given, options, pool, num_rows));
       calls.locked([&](Exchange& exchange) {
         exchange.place_rows(*plan, given.input(options), written->output, options);

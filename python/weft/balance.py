@@ -259,9 +259,13 @@ class Balance:
         self._replicas = self._masters = self._ahead = None
         self._num_readmitted += 1
         if self._carrier is not None:
-            # They may be lost to nobody here: that is found out by a call.
-            with contextlib.suppress(RanksLost):
-                self._carrier.plan(torch.empty((0, 1), dtype=torch.int32, device=self.device))
+            # They may be lost to nobody here: that is found out by a call. On GPUs who has to hear of
+            # it first makes one more, which the others wait for.
+            is_known = False
+            while not is_known:
+                with contextlib.suppress(RanksLost):
+                    self._carrier.plan(torch.empty((0, 1), dtype=torch.int32, device=self.device))
+                    is_known = True
             self._carrier.readmit(ranks)
 
     # --- what the calls are made of ---

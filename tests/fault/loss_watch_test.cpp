@@ -43,7 +43,10 @@ class Watched {
             timeout,
             LossWatch::Kernels{
                 .stop = [this] { ++num_stops_; },
-                .calls = [this] { return calls_of(static_cast<uint64_t>(context_.rank)); }}
+                .calls =
+                    [this] {
+                      return std::optional(calls_of(static_cast<uint64_t>(context_.rank)));
+                    }}
         )) {}
 
   [[nodiscard]] LossWatch& watch() { return *watch_; }
@@ -185,11 +188,15 @@ TEST(LossWatchTest, AnswersAgainBeforeTheRankHasHeardOfTheFirstLoss) {
     static_cast<void>(there.watch().await_news(kSoon));
     const auto lose_both = [](Watched& watched, LossWatch::Calls own) {
       LossWatch::Agreement all;
+      const LossWatch::Wait wait(&watched.watch());  // as in its calls
       while (watched.watch().lost() != 0b1010) {
         static_cast<void>(watched.watch().await_news(kSoon));
         const auto agreed = watched.watch().settle("plan", ErrorCode::kPeerFailed, own).value();
         watched.watch().resume();
-        all = {agreed.last, all.void_calls + agreed.void_calls, agreed.calls_behind};
+        all = {
+            agreed.last,
+            all.void_calls + agreed.void_calls,
+            all.calls_behind + agreed.calls_behind};
         own = {agreed.last + 1, agreed.last + 2};  // it goes on from there and makes no call
       }
       return all;
@@ -207,13 +214,48 @@ TEST(LossWatchTest, AnswersAgainBeforeTheRankHasHeardOfTheFirstLoss) {
       static_cast<void>(lose_both(there, {10, 11}));
     }
     const bool is_good = all.last == 16 && all.void_calls == (group.rank() == 0 ? 2 : 5) &&
-                         all.calls_behind == (group.rank() == 0 ? 0 : 2) &&
+                         all.calls_behind == (group.rank() == 0 ? 0 : 1 + 2) &&
                          here.watch().report().alive == std::vector{0, 2};
     const std::string problem =
         fmt::format("last {}, void {}, behind {}", all.last, all.void_calls, all.calls_behind);
     return verdict(group.rank(), is_good ? "" : problem);
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0, kKilled}));
+}
+
+// Rank 0 makes a call of one exchange again before it has heard of the loss in the other, where
+// rank 2 waits for it.
+TEST(LossWatchTest, AnswersWhileTheRankWaitsInACall) {
+  const Shared<std::atomic<int>> num_calls;
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    Watched here(group);
+    Watched there(group);
+    group.barrier();
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    static_cast<void>(here.watch().await_news(kSoon));
+    static_cast<void>(there.watch().await_news(kSoon));
+    const auto call = [&] {
+      const LossWatch::Wait wait(&here.watch());
+      ++*num_calls;
+      while (*num_calls < 2) {
+        std::this_thread::sleep_for(1ms);
+      }
+    };
+    std::string problem;
+    if (group.rank() == 0) {
+      problem = here.problem(here.settle(), {0, 2}, 0b10);
+      call();
+      problem += there.problem(there.settle(), {0, 2}, 0b10);
+    } else {
+      problem = there.problem(there.settle(), {0, 2}, 0b10);
+      problem += here.problem(here.settle(), {0, 2}, 0b10);
+      call();
+    }
+    return verdict(group.rank(), problem);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0}));
 }
 
 // Whoever lets go of an exchange waits for nobody in it.

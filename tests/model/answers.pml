@@ -2,7 +2,7 @@
 // Ranks on GPUs that use two exchanges and come to different ones first when a rank is lost
 // (src/cuda/exchange/loss_watch.hpp). A rank has a host, which settles both in any order and then may
 // take a new process in, as all do or none; and for each exchange a watcher, which answers in its
-// place while the host waits in the other one.
+// place while the host waits in the other one, for others to agree or in a call.
 //
 // Checked: every rank gets through both exchanges, without help of any deadline, and hears of the
 // loss in each of them once; whoever waits for the members of an epoch finds all of them doing the
@@ -18,6 +18,7 @@
 //   ANSWERS_TWICE    it does not look whether the host has come meanwhile
 //   NO_TURNS         a host does not wait for a watcher that is answering
 //   FORGETS          a host does not take what a watcher has agreed on
+//   WAITS_UNSEEN     no watcher answers for a host that waits in a call
 #ifndef N
 #define N 2  // ranks that are left
 #endif
@@ -37,6 +38,7 @@ bool is_locked[X * N];   // LossWatch::mutex_
 bool is_answered[X * N]; // what the host has still to hear
 byte heard[X * N];       // how often the host has
 byte waits_in[N];        // where the host of a rank waits
+byte calls;              // of exchange 0 after the loss
 byte done;
 bool takes_in;           // a new process comes
 
@@ -95,6 +97,17 @@ inline settle(x, r) {
   waits_in[r] = NOWHERE
 }
 
+// A call of exchange 0, for which the host waits, once that has been settled here. Who has settled the
+// other one first does that as well before it makes a call.
+inline call_again(r) {
+#ifndef WAITS_UNSEEN
+  waits_in[r] = 0;
+#endif
+  calls++;
+  calls == N;
+  waits_in[r] = NOWHERE
+}
+
 // LossWatch::assemble, and then readmit: when all have come, whoever is first takes the new process
 // in.
 inline take_in(x, r) {
@@ -126,7 +139,15 @@ proctype host(byte r) {
   fi;
   second = 1 - first;
   settle(first, r);
+  if
+  :: first == 0 -> call_again(r)
+  :: else
+  fi;
   settle(second, r);
+  if
+  :: first == 1 -> call_again(r)
+  :: else
+  fi;
   if
   :: takes_in -> take_in(0, r); take_in(1, r)
   :: else

@@ -126,6 +126,7 @@ class CudaExchange final : public Executor {
   // Waits for the stream. An interrupt of this rank's caller (core/interrupt.hpp) ends the wait and
   // the exchange, as that of a peer does.
   void wait_for(cudaStream_t stream) {
+    const LossWatch::Wait wait(losses_.get());
     wait_for_stream(stream, context_, [&] { look_for_interrupts(stream); });
   }
   // This rank's caller wants to stop: the kernels end, and the peers hear why.

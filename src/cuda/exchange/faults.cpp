@@ -117,6 +117,7 @@ bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& cal
   if (is_capturing(stream, context_)) {
     return false;
   }
+  unplaced_.reset();
   if (broken_) {
     return true;
   }

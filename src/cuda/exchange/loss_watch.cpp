@@ -18,38 +18,41 @@ constexpr auto kLookEvery = std::chrono::milliseconds(5);
 // A rank that has left may have given the others all that they need for their last calls.
 constexpr auto kFarewell = std::chrono::milliseconds(200);
 
-// The threads of this process that wait for other ranks to agree, and where.
-class WaitingThread {
- public:
-  explicit WaitingThread(const LossWatch& where) {
-    const std::lock_guard lock(mutex());
-    all()[std::this_thread::get_id()] = &where;
-  }
-  ~WaitingThread() {
-    const std::lock_guard lock(mutex());
-    all().erase(std::this_thread::get_id());
-  }
-  WaitingThread(const WaitingThread&) = delete;
-  WaitingThread& operator=(const WaitingThread&) = delete;
+// The threads of this process that wait for other ranks, and where.
+struct WaitingThreads {
+  std::mutex mutex;
+  std::map<std::thread::id, const LossWatch*> where;
 
-  [[nodiscard]] static bool is_elsewhere(std::thread::id thread, const LossWatch& here) {
-    const std::lock_guard lock(mutex());
-    const auto found = all().find(thread);
-    return found != all().end() && found->second != &here;
+  // -> what was there.
+  const LossWatch* set(std::thread::id thread, const LossWatch* now) {
+    const std::lock_guard lock(mutex);
+    return std::exchange(where[thread], now);
   }
-
- private:
-  static std::mutex& mutex() {
-    static std::mutex mutex;
-    return mutex;
-  }
-  static std::map<std::thread::id, const LossWatch*>& all() {
-    static std::map<std::thread::id, const LossWatch*> all;
-    return all;
+  [[nodiscard]] bool is_elsewhere(std::thread::id thread, const LossWatch* here) {
+    const std::lock_guard lock(mutex);
+    const auto found = where.find(thread);
+    return found != where.end() && found->second != nullptr && found->second != here;
   }
 };
 
+WaitingThreads& waiting_threads() {
+  static WaitingThreads threads;
+  return threads;
+}
+
 }  // namespace
+
+LossWatch::Wait::Wait(const LossWatch* where) : where_(where) {
+  if (where_ != nullptr) {
+    before_ = waiting_threads().set(std::this_thread::get_id(), where_);
+  }
+}
+
+LossWatch::Wait::~Wait() {
+  if (where_ != nullptr) {
+    waiting_threads().set(std::this_thread::get_id(), before_);
+  }
+}
 
 LossWatch::LossWatch(
     const Group& group, const Context& context, std::chrono::milliseconds timeout, Kernels kernels
@@ -113,23 +116,31 @@ void LossWatch::look() {
 void LossWatch::answer() {
   const std::lock_guard lock(mutex_);
   if (!has_news() || answer_error_ || !survival_.has_moved() ||
-      !WaitingThread::is_elsewhere(caller_.load(std::memory_order_relaxed), *this)) {
+      !waiting_threads().is_elsewhere(caller_.load(std::memory_order_relaxed), this)) {
     return;
   }
   try {
-    const Calls own =
-        answered_ ? Calls{answered_->last + 1, answered_->last + 2} : kernels_.calls();
+    std::optional<Calls> own;
+    if (answered_) {
+      own = Calls{answered_->last + 1, answered_->last + 2};
+    } else {
+      own = kernels_.calls();
+    }
+    if (!own) {
+      return;
+    }
     survival_.begin_call(/*is_second_part=*/answered_.has_value());
     if (!survival_.settle("check", ErrorCode::kPeerFailed)) {
       return;
     }
-    const Agreement agreement = agree_on_calls("check", own);
-    if (!answered_) {
-      answered_last_ = own.last;
+    const Agreement agreement = agree_on_calls("check", *own);
+    if (answered_) {
+      answered_->last = agreement.last;
+      answered_->calls_behind += agreement.calls_behind;
+    } else {
+      answered_last_ = own->last;
       answered_ = agreement;
     }
-    answered_->last = agreement.last;
-    answered_->calls_behind = agreement.calls_behind;
   } catch (const std::exception&) {
     answer_error_ = std::current_exception();
   }
@@ -167,14 +178,16 @@ void LossWatch::mask(std::span<const int> ranks) {
 std::optional<LossWatch::Agreement> LossWatch::settle(
     std::string_view op, ErrorCode cause, const Calls& own, std::optional<int> late
 ) {
-  const WaitingThread waiting(*this);
+  const Wait wait(this);
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   if (answer_error_) {
     std::rethrow_exception(answer_error_);
   }
   if (answered_) {
-    answered_->void_calls += static_cast<int64_t>(own.last - answered_last_);  // replays since
+    const auto replays = static_cast<int64_t>(own.last - answered_last_);  // since
+    answered_->void_calls += replays;
+    answered_->calls_behind = std::max<int64_t>(answered_->calls_behind - replays, 0);
     tell();
     return std::exchange(answered_, std::nullopt);
   }
@@ -201,7 +214,7 @@ std::optional<LossWatch::Agreement> LossWatch::settle(
 }
 
 std::optional<LossWatch::Agreement> LossWatch::assemble(std::string_view op, const Calls& own) {
-  const WaitingThread waiting(*this);
+  const Wait wait(this);
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);
   survival_.begin_call();
@@ -249,7 +262,7 @@ bool LossWatch::has_ended(int rank) const {
 }
 
 std::vector<int> LossWatch::readmit(std::span<const int> ranks, const Connect& connect) {
-  const WaitingThread waiting(*this);
+  const Wait wait(this);
   const std::lock_guard lock(mutex_);
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   survival_.begin_call();
@@ -269,6 +282,7 @@ void LossWatch::check_back(std::span<const int> ranks, std::span<const int> miss
 }
 
 void LossWatch::meet(const Connect& connect) {
+  const Wait wait(this);
   const std::lock_guard lock(mutex_);
   survival_.begin_call();
   meet_at_last(connect);

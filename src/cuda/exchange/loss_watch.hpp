@@ -38,8 +38,8 @@ class LossWatch {
   struct Kernels {
     // Ends their waits, and all that is queued behind them.
     std::function<void()> stop;
-    // After that, once they have ended. The rank makes no call meanwhile.
-    std::function<Calls()> calls;
+    // After that; nothing: they have not ended yet. The rank makes no call meanwhile.
+    std::function<std::optional<Calls>()> calls;
   };
   // Collective. Throws Error (kUnsupported) where ranks share no memory of the host. A rank that
   // joins again waits until the members take it in, and is one of them after meet(); throws
@@ -48,6 +48,20 @@ class LossWatch {
       const Group& group, const Context& context, std::chrono::milliseconds timeout, Kernels kernels
   );
   ~LossWatch();  // this rank leaves
+
+  // While it lives, the thread waits for other ranks in an exchange, whose watch may be null; the
+  // watches of its other exchanges answer for it.
+  class Wait {
+   public:
+    explicit Wait(const LossWatch* where);
+    ~Wait();
+    Wait(const Wait&) = delete;
+    Wait& operator=(const Wait&) = delete;
+
+   private:
+    const LossWatch* where_;
+    const LossWatch* before_ = nullptr;  // where it waited already
+  };
 
   // --- any thread ---
   // Ranks are lost, and the kernels have been stopped.

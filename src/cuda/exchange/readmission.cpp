@@ -185,6 +185,7 @@ void CudaExchange::readmit(std::span<const int> ranks) {
     Executor::readmit(ranks);
     return;
   }
+  losses_->follow_caller();
   check();
   losses_->check_lost(ranks);
   if (ranks.empty()) {

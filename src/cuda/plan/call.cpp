@@ -288,6 +288,7 @@ void CudaExchange::hear_shape(PlanData& data, const PlanMap& map, cudaStream_t s
 
 // The kernel's own waits are bounded, so the stream comes to an end in any case.
 void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream) {
+  const LossWatch::Wait wait(losses_.get());
   const auto start = Clock::now();
   auto look = start + std::chrono::milliseconds(5);
   while (*seen == 0) {
