@@ -259,8 +259,8 @@ class Balance:
         self._replicas = self._masters = self._ahead = None
         self._num_readmitted += 1
         if self._carrier is not None:
-            # They may be lost to nobody here: that is found out by a call. On GPUs who has to hear of
-            # it first makes one more, which the others wait for.
+            # They may be lost to nobody here: that is found out by a call. On GPUs whoever has to
+            # hear of it first makes one more, for which the others wait.
             is_known = False
             while not is_known:
                 with contextlib.suppress(RanksLost):
