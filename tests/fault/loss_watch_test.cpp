@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How ranks on GPUs agree on who is left and on the calls that are to be made again, without a GPU:
 // a flag stands for the kernels that are stopped.
-#include "cuda/exchange/loss_watch.hpp"
-
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -19,6 +16,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "fault/watched.hpp"
 #include "group/control_plane.hpp"
 #include "support/errors.hpp"
 #include "survivors/shared.hpp"
@@ -28,84 +26,6 @@ namespace weft::test {
 namespace {
 
 using namespace std::chrono_literals;
-
-constexpr std::chrono::milliseconds kTimeout = 20s;
-constexpr std::chrono::milliseconds kSoon = 10s;  // on a busy machine
-
-// A rank whose calls are made up.
-class Watched {
- public:
-  explicit Watched(const Group& group, std::chrono::milliseconds timeout = kTimeout)
-      : context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = "peer"},
-        watch_(std::make_unique<LossWatch>(
-            group,
-            context_,
-            timeout,
-            LossWatch::Kernels{
-                .stop = [this] { ++num_stops_; },
-                .calls =
-                    [this] {
-                      return std::optional(calls_of(static_cast<uint64_t>(context_.rank)));
-                    }}
-        )) {}
-
-  [[nodiscard]] LossWatch& watch() { return *watch_; }
-  [[nodiscard]] int num_stops() const { return num_stops_; }
-  void leave() { watch_.reset(); }
-
-  // Rank r has ended call 10 + r, and its calls from 8 + r on are void.
-  [[nodiscard]] std::optional<LossWatch::Agreement> settle(
-      ErrorCode cause = ErrorCode::kPeerFailed, std::optional<int> late = std::nullopt
-  ) {
-    const auto agreed =
-        watch_->settle("plan", cause, calls_of(static_cast<uint64_t>(context_.rank)), late);
-    watch_->resume();
-    return watch_->has_news() ? std::nullopt : agreed;
-  }
-
-  // What is wrong, if anything, after these were lost; all that are left have called settle().
-  [[nodiscard]] std::string problem(
-      const std::optional<LossWatch::Agreement>& agreed,
-      const std::vector<int>& alive,
-      uint32_t lost
-  ) const {
-    const auto first = static_cast<uint64_t>(alive.front());
-    const auto last = static_cast<uint64_t>(alive.back());
-    const CallReport report = watch_->report();
-    const auto rank = static_cast<uint64_t>(context_.rank);
-    const bool is_good = agreed && agreed->last == 10 + last &&
-                         agreed->void_calls == static_cast<int64_t>(3 + rank - first) &&
-                         agreed->calls_behind == static_cast<int64_t>(last - rank) &&
-                         report.alive == alive && watch_->lost() == lost;
-    return is_good ? std::string()
-                   : fmt::format(
-                         "last {}, void {}, behind {}, alive {}, lost {:b}; ",
-                         agreed ? agreed->last : 0,
-                         agreed ? agreed->void_calls : 0,
-                         agreed ? agreed->calls_behind : 0,
-                         fmt::join(report.alive, ","),
-                         watch_->lost()
-                     );
-  }
-
- private:
-  [[nodiscard]] static LossWatch::Calls calls_of(uint64_t rank) {
-    return {.last = 10 + rank, .first_void = 8 + rank};
-  }
-
-  Context context_;
-  std::atomic<int> num_stops_ = 0;
-  std::unique_ptr<LossWatch> watch_;
-};
-
-int verdict(int rank, const std::string& problem) {
-  if (!problem.empty()) {
-    fmt::print(stderr, "rank {}: {}\n", rank, problem);
-  }
-  return problem.empty() ? 0 : 1;
-}
-
-constexpr int kKilled = 128 + SIGKILL;
 
 TEST(LossWatchTest, AgreesOnCallsWhenARankIsKilled) {
   const auto statuses = run_forked(4, [](const Group& group) {
@@ -150,140 +70,6 @@ TEST(LossWatchTest, AgreesWhenAnotherDiesMeanwhile) {
     });
     EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, kKilled, 0})) << i;
   }
-}
-
-// Whoever waits in one exchange answers for its others.
-TEST(LossWatchTest, RanksThatComeToDifferentExchangesFirstAgreeInBoth) {
-  for (int i = 0; i < 4; ++i) {
-    const auto statuses = run_forked(4, [](const Group& group) {
-      Watched here(group);
-      Watched there(group);
-      group.barrier();
-      if (group.rank() == 1) {
-        static_cast<void>(::raise(SIGKILL));
-      }
-      static_cast<void>(here.watch().await_news(kSoon));
-      static_cast<void>(there.watch().await_news(kSoon));
-      Watched& first = group.rank() == 0 ? here : there;
-      Watched& second = group.rank() == 0 ? there : here;
-      std::string problem = first.problem(first.settle(), {0, 2, 3}, 0b10);
-      problem += second.problem(second.settle(), {0, 2, 3}, 0b10);
-      return verdict(group.rank(), problem);
-    });
-    EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0, 0})) << i;
-  }
-}
-
-// Rank 2 waits elsewhere while the others lose rank 1 and then rank 3: it hears of both at once, or
-// of one after the other.
-TEST(LossWatchTest, AnswersAgainBeforeTheRankHasHeardOfTheFirstLoss) {
-  const auto statuses = run_forked(4, [](const Group& group) {
-    Watched here(group);
-    Watched there(group);
-    group.barrier();
-    if (group.rank() == 1) {
-      static_cast<void>(::raise(SIGKILL));
-    }
-    static_cast<void>(here.watch().await_news(kSoon));
-    static_cast<void>(there.watch().await_news(kSoon));
-    const auto lose_both = [](Watched& watched, LossWatch::Calls own) {
-      LossWatch::Agreement all;
-      const LossWatch::Wait wait(&watched.watch());  // as in its calls
-      while (watched.watch().lost() != 0b1010) {
-        static_cast<void>(watched.watch().await_news(kSoon));
-        const auto agreed = watched.watch().settle("plan", ErrorCode::kPeerFailed, own).value();
-        watched.watch().resume();
-        all = {
-            agreed.last,
-            all.void_calls + agreed.void_calls,
-            all.calls_behind + agreed.calls_behind};
-        own = {agreed.last + 1, agreed.last + 2};  // it goes on from there and makes no call
-      }
-      return all;
-    };
-    LossWatch::Agreement all;
-    if (group.rank() == 2) {
-      static_cast<void>(lose_both(there, {10, 11}));
-      all = lose_both(here, {12, 10});
-    } else {
-      static_cast<void>(here.settle());  // of the calls 8 to 13
-      if (group.rank() == 3) {
-        static_cast<void>(::raise(SIGKILL));
-      }
-      all = lose_both(here, {16, 16});  // it has gone on from call 14, and its 16th is void
-      static_cast<void>(lose_both(there, {10, 11}));
-    }
-    const bool is_good = all.last == 16 && all.void_calls == (group.rank() == 0 ? 2 : 5) &&
-                         all.calls_behind == (group.rank() == 0 ? 0 : 1 + 2) &&
-                         here.watch().report().alive == std::vector{0, 2};
-    const std::string problem =
-        fmt::format("last {}, void {}, behind {}", all.last, all.void_calls, all.calls_behind);
-    return verdict(group.rank(), is_good ? "" : problem);
-  });
-  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0, kKilled}));
-}
-
-// Rank 0 makes a call of one exchange again before it has heard of the loss in the other, where
-// rank 2 waits for it.
-TEST(LossWatchTest, AnswersWhileTheRankWaitsInACall) {
-  const Shared<std::atomic<int>> num_calls;
-  const auto statuses = run_forked(3, [&](const Group& group) {
-    Watched here(group);
-    Watched there(group);
-    group.barrier();
-    if (group.rank() == 1) {
-      static_cast<void>(::raise(SIGKILL));
-    }
-    static_cast<void>(here.watch().await_news(kSoon));
-    static_cast<void>(there.watch().await_news(kSoon));
-    const auto call = [&] {
-      const LossWatch::Wait wait(&here.watch());
-      ++*num_calls;
-      while (*num_calls < 2) {
-        std::this_thread::sleep_for(1ms);
-      }
-    };
-    std::string problem;
-    if (group.rank() == 0) {
-      problem = here.problem(here.settle(), {0, 2}, 0b10);
-      call();
-      problem += there.problem(there.settle(), {0, 2}, 0b10);
-    } else {
-      problem = there.problem(there.settle(), {0, 2}, 0b10);
-      problem += here.problem(here.settle(), {0, 2}, 0b10);
-      call();
-    }
-    return verdict(group.rank(), problem);
-  });
-  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0}));
-}
-
-// Whoever lets go of an exchange waits for nobody in it.
-TEST(LossWatchTest, EndsWhileItAnswers) {
-  const auto statuses = run_forked(3, [](const Group& group) {
-    Watched here(group);
-    auto there = std::make_unique<Watched>(group);
-    group.barrier();
-    if (group.rank() == 1) {
-      static_cast<void>(::raise(SIGKILL));
-    }
-    static_cast<void>(here.watch().await_news(kSoon));
-    static_cast<void>(there->watch().await_news(kSoon));
-    std::string problem;
-    if (group.rank() == 0) {
-      problem = here.problem(here.settle(), {0, 2}, 0b10);
-      there.reset();
-    } else {
-      std::thread other([&] {
-        static_cast<void>(thrown_by([&] { static_cast<void>(there->settle()); }));
-      });
-      std::this_thread::sleep_for(50ms);
-      problem = here.problem(here.settle(), {0, 2}, 0b10);
-      other.join();
-    }
-    return verdict(group.rank(), problem);
-  });
-  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0}));
 }
 
 // Their last calls may end before it counts as lost.
