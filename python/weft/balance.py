@@ -11,14 +11,12 @@ ranks. copies.py moves what has to move."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from weft import _core, copies
 from weft import relays as relaying
@@ -26,6 +24,7 @@ from weft.block_products import PlacedWeight
 from weft.errors import InvalidArgument, RanksLost
 from weft.exchange import Exchange
 from weft.group import Group
+from weft.lending import Enter, Later, Leave
 from weft.outputs import Plan
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -232,13 +231,13 @@ class Balance:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.is_same(held):
             held = ahead
-        later: _Later | None = None if wgrad == "places" and queue is None else _Later(queue)
-        rows, *lent = _Enter.apply(self, held, later, rows, *weights)
+        later: Later | None = None if wgrad == "places" and queue is None else Later(queue)
+        rows, *lent = Enter.apply(self, held, later, rows, *weights)
         return rows, lent if later is None else later.given(lent, weights), held
 
     def take_back(self, loan: Held, *made: Tensor) -> tuple[Tensor, ...]:
         """The second half of `apply`: what the experts made, whose backward is collective."""
-        return _Leave.apply(self, loan, *made)
+        return Leave.apply(self, loan, *made)
 
     def invitation(self) -> str:
         """By this a new process makes its `Balance` in the place of a rank that is lost, once the
@@ -434,99 +433,6 @@ class Held:
         return torch.equal(self.placement, other.placement) and all(
             one.data_ptr() == theirs.data_ptr() for one, theirs in pairs
         )
-
-
-class _Enter(torch.autograd.Function):
-    """Rows and masters -> rows, and all places. Rows pass through, so that on all ranks the
-    gradients of weights are exchanged before whatever the backward of the rows exchanges."""
-
-    @staticmethod
-    def forward(ctx, balance, held, later, rows, *weights):  # noqa: ANN001, ANN205
-        ctx.set_materialize_grads(False)
-        ctx.balance, ctx.placement, ctx.later = balance, held.placement, later
-        balance._fill(held)
-        lent = balance._views()
-        ctx.wanted = ctx.needs_input_grad[4:]
-        ctx.kinds = [(one.shape, one.dtype, one.device) for one in lent]
-        ctx.mark_non_differentiable(*(one for one, is_in in zip(lent, ctx.wanted) if not is_in))
-        return rows.view_as(rows), *lent
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_rows, *grads):  # noqa: ANN001, ANN205
-        sums: list[Tensor | None] = [None] * len(grads)
-        wanted = [at for at, is_in in enumerate(ctx.wanted) if is_in]
-        if ctx.later is not None:
-            found = ctx.later.gradients(ctx.balance, ctx.placement, wanted)
-        else:
-            used = [_or_zeros(grads[at], *ctx.kinds[at]) for at in wanted]
-            found = ctx.balance._reduced(ctx.placement, used) if wanted else []
-        for at, total in zip(wanted, found):
-            sums[at] = total
-        return None, None, None, grad_rows, *sums
-
-
-class _Later:
-    """Weights of one call of `apply` whose gradients its experts do not give to autograd: they keep
-    what the gradients of blocks are made of, or leave it to a queue."""
-
-    def __init__(self, queue: Any) -> None:
-        self._queue = queue
-        self._given: list[Any] = []
-        self._masters: Sequence[Tensor] = ()
-
-    def given(self, lent: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Any]:
-        """For the experts. With a queue tensors that have a gradient of their own."""
-        if self._queue is None:
-            self._given = [PlacedWeight(one) for one in lent]
-        else:
-            self._given = [one.detach().requires_grad_(one.requires_grad) for one in lent]
-        self._masters = masters
-        return self._given
-
-    def gradients(
-        self, balance: Balance, placement: Tensor, wanted: list[int]
-    ) -> Sequence[Tensor | None]:
-        """Collective, or with a queue when it runs."""
-        if self._queue is None:
-            placed = [self._given[at] for at in wanted]
-            sums = balance._sums_of_blocks(placement, placed) if placed else []
-            for one in placed:
-                one.clear()
-            return [total.to(one.tensor.dtype) for total, one in zip(sums, placed)]
-        for at in wanted:
-            gradient = functools.partial(_taken, balance, placement, self._given[at])
-            self._queue.put(self._masters[at], gradient)
-        return [None] * len(wanted)
-
-
-def _taken(balance: Balance, placement: Tensor, lent: Tensor) -> Tensor:
-    """Collective. The masters' gradient, once all places have theirs; these are let go."""
-    grad = _or_zeros(lent.grad, lent.shape, lent.dtype, lent.device)
-    lent.grad = None
-    return balance._reduced(placement, [grad])[0]
-
-
-def _or_zeros(
-    grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Zeros where this rank did not use a weight; another may have."""
-    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-
-
-class _Leave(torch.autograd.Function):
-    """What the experts made, as it is; its backward brings their weights back first."""
-
-    @staticmethod
-    def forward(ctx, balance, held, *made):  # noqa: ANN001, ANN205
-        ctx.set_materialize_grads(False)
-        ctx.balance, ctx.held = balance, held
-        return tuple(one.view_as(one) for one in made)
-
-    @staticmethod
-    def backward(ctx, *grads):  # noqa: ANN001, ANN205
-        ctx.balance._fill(ctx.held)
-        return None, None, *grads
 
 
 def _kinds(
