@@ -25,6 +25,13 @@ def gather(group, value) -> list:
     return values
 
 
+def check_told(told, reasons) -> None:
+    """told: of each rank its texts, in the order of the reasons that they must have."""
+    for texts in told:
+        for text, reason in zip(texts, reasons, strict=True):
+            assert reason in text
+
+
 def padded(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 

@@ -10,34 +10,9 @@ import torch.distributed as dist
 
 import weft
 from oracle import gather
+from replica_steps import LOCAL, PLACEMENT, RANKS, SHAPE, VICTIM, check_step, tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-RANKS, VICTIM, LOCAL, SHAPE = 3, 1, 2, (3, 40)
-PLACEMENT = torch.tensor([[2, 4], [0, 4], [2, 0]], dtype=torch.int32)
-
-
-def tensors(rank, seed, num, device):
-    made = torch.randn(num, *SHAPE, generator=torch.Generator().manual_seed(10 * seed + rank))
-    return made.to(device)
-
-
-def check_step(balance, rank, seed, left):
-    device = balance.device
-    (slots,) = balance.push_weights(PLACEMENT, [tensors(rank, seed, LOCAL, device)])
-    for slot, expert in enumerate(PLACEMENT[rank].tolist()):
-        owner = expert // LOCAL
-        weight = tensors(owner, seed, LOCAL, device)[expert % LOCAL]
-        assert torch.equal(slots[slot], weight if owner in left else torch.zeros_like(weight))
-    grads = tensors(rank, seed + 1, LOCAL + 2, device)
-    wanted = grads.clone()
-    for at in left:
-        for slot, expert in enumerate(PLACEMENT[at].tolist()):
-            if expert // LOCAL == rank:
-                wanted[expert % LOCAL] += tensors(at, seed + 1, LOCAL + 2, device)[LOCAL + slot]
-    balance.reduce_grads(PLACEMENT, [grads])
-    balance.check()
-    assert torch.equal(grads, wanted)
 
 
 def exchange_of(group, device):
