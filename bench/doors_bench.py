@@ -107,11 +107,10 @@ class Bench:
             return
         if self.case_name in (*LOW_LATENCY, "small"):
             yield from self.low_latency()
-        if self.case_name not in LOW_LATENCY:
-            yield from self.normal()
-            yield from self.hybrid()
-            if self.is_weft:
-                yield from self.fused()
+        yield from self.normal()
+        yield from self.hybrid()
+        if self.is_weft:
+            yield from self.fused()
 
     def empty(self) -> Iterator[Door]:
         nothing = self.eight(lambda: None)
