@@ -25,14 +25,15 @@ __device__ inline int list_experts(const PhysicalExperts& shape, int32_t* poured
   for (int first = 0; first < shape.num_experts; first += kWarpLanes) {
     const int expert = first + lane_index();
     const bool is_listed = expert < shape.num_experts && poured[expert] != 0;
-    const uint32_t lanes = __ballot_sync(kAllLanes, is_listed);  // all have read their marks
+    const uint32_t lanes = __ballot_sync(kAllLanes, is_listed);
+    __syncwarp();  // all have read their marks: a ballot alone orders no memory
     if (is_listed) {
       const auto lane = static_cast<uint32_t>(lane_index());
       poured[count + __popc(lanes & low_lanes(lane))] = expert;
     }
     count += __popc(lanes);
-    __syncwarp();
   }
+  __syncwarp();
   return count;
 }
 
