@@ -12,6 +12,7 @@
 #include "core/gpu/device_memory.hpp"
 #include "fabric_stream.hpp"
 #include "group/control_plane.hpp"
+#include "group/tcp/local_address.hpp"
 #include "group/tcp/rendezvous.hpp"
 #include "measure/bench_check.hpp"
 #include "measure/measure.hpp"
@@ -83,8 +84,7 @@ class Streams {
     } meeting;
     Socket listener;
     if (group.rank() == ranks[0]) {
-      const std::string address =
-          ofi::local_address(Env::read().fabric_address.value_or(std::string()));
+      const std::string address = local_address(Env::read().fabric_address.value_or(std::string()));
       address.copy(meeting.address.data(), meeting.address.size() - 1);
       listener = listen_on(address, 0, Context{});
       meeting.port = port_of(listener);

@@ -44,7 +44,8 @@ CpuExchange::CpuExchange(
     : settings_(wanted),
       context_(context_of(group)),
       id_(next_exchange_id++),
-      domains_(std::make_shared<const Domains>(std::move(domains_wanted), context_.rank)),
+      all_domains_(std::move(domains_wanted)),
+      domains_(std::make_shared<const Domains>(all_domains_, context_.rank)),
       make_(make) {
   const std::optional<Invitation> invitation = invitation_of(group);
   if (invitation) {

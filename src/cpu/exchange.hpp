@@ -139,7 +139,8 @@ class CpuExchange : public Executor {
   ExchangeConfig settings_;  // "auto" and 0 resolved
   Context context_;
   uint64_t id_;
-  std::shared_ptr<const Domains> domains_;
+  std::vector<std::vector<int>> all_domains_;  // of all ranks
+  std::shared_ptr<const Domains> domains_;     // of those that are left
   std::shared_ptr<Transport> transport_;
   ControlMap control_map_;
   SignalMap signals_;
@@ -147,8 +148,10 @@ class CpuExchange : public Executor {
   TransportMaker make_;
   std::unique_ptr<Survival> survival_;      // null: PeerLoss::kFail
   std::map<uint64_t, PlanData> surviving_;  // by the call that made them, of older members' plans
-  uint64_t first_plan_ = 0;  // plans of earlier calls are unknown to a rank that joined again
-  Balancing balance_;        // as given to the last plan, if that is none of these
+  uint64_t first_plan_ = 0;   // plans of earlier calls are unknown to a rank that joined again
+  uint64_t last_change_ = 0;  // plans up to that call are of other members
+  uint64_t epoch_ = 0;        // of domains_
+  Balancing balance_;         // as given to the last plan, if that is none of these
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<CallBoard> board_;

@@ -75,6 +75,7 @@ Meeting meet(const Group& group, const std::vector<int>& members, const Meeting&
 void CpuExchange::reconnect(uint64_t num_calls) {
   const Group group = survival_->group();
   if (transport_) {
+    std::ranges::for_each(lost_ranks(), [&](int rank) { transport_->give_up(rank); });
     transport_->close();  // whoever still waits for this rank in the attempt that was cut short
   }
   const std::array<int64_t, 2> config = {settings_.hidden, settings_.num_experts};
@@ -92,6 +93,11 @@ void CpuExchange::reconnect(uint64_t num_calls) {
     pool_->withdraw();
   }
   surviving_.clear();
+  if (epoch_ != survival_->epoch()) {
+    epoch_ = survival_->epoch();
+    last_change_ = met.num_calls;
+    domains_ = std::make_shared<const Domains>(all_domains_, context_.rank, is_lost());
+  }
   control_ = {};
   staging_ = {};
   set_sizes(met.sizes.max_tokens, static_cast<int>(met.sizes.max_topk));
@@ -197,8 +203,10 @@ const PlanData& CpuExchange::surviving(const Plan& plan) {
       whole.call,
       first_plan_ - 1
   );
+  // The same on all ranks, whichever of them had to do with those that are lost.
+  const bool is_forwarded_otherwise = whole.between != nullptr && whole.call <= last_change_;
   if (!survival_ || survival_->epoch() == 0 || whole.exchange_id != id_ ||
-      !has_traffic_with(is_lost(), whole)) {
+      !(is_forwarded_otherwise || has_traffic_with(is_lost(), whole))) {
     return whole;
   }
   const auto found = surviving_.find(whole.call);

@@ -8,13 +8,17 @@
 
 namespace weft {
 
-Domains::Domains(std::vector<std::vector<int>> domains, int rank)
+Domains::Domains(
+    std::vector<std::vector<int>> domains, int rank, const std::function<bool(int)>& is_lost
+)
     : domains_(std::move(domains)), rank_(rank) {
   size_t num_ranks = 0;
-  for (const std::vector<int>& members : domains_) {
+  for (std::vector<int>& members : domains_) {
     num_ranks += members.size();
+    std::erase_if(members, is_lost);
   }
-  domain_of_.resize(num_ranks);
+  std::erase_if(domains_, [](const std::vector<int>& members) { return members.empty(); });
+  domain_of_.assign(num_ranks, -1);
   place_of_.resize(num_ranks);
   forwarded_by_.resize(num_ranks);
   for (size_t d = 0; d < domains_.size(); ++d) {
@@ -26,7 +30,7 @@ Domains::Domains(std::vector<std::vector<int>> domains, int rank)
     }
   }
   for (int source = 0; source < static_cast<int>(num_ranks); ++source) {
-    if (!is_near(source)) {
+    if (domain_of(source) >= 0 && !is_near(source)) {
       forwarded_by_[static_cast<size_t>(forwarder(source, rank_))].push_back(source);
     }
   }
@@ -262,6 +266,9 @@ int64_t crossings_to(const PlanData& plan, size_t peer) {
   }
   const Domains& domains = *plan.between->domains;
   const int domain = domains.domain_of(static_cast<int>(peer));
+  if (domain < 0) {
+    return 0;
+  }
   const bool is_forwarder =
       domains.forwarder_into(domain, plan.shape.rank) == static_cast<int>(peer);
   const std::vector<int32_t>& tokens = plan.between->sent[static_cast<size_t>(domain)];

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "plan/plan_data.hpp"
@@ -17,12 +19,16 @@ namespace weft {
 class Domains {
  public:
   // `domains` as in Topology: every rank once, ascending in each domain. Seen from `rank`.
-  Domains(std::vector<std::vector<int>> domains, int rank);
+  Domains(std::vector<std::vector<int>> domains, int rank)
+      : Domains(std::move(domains), rank, [](int) { return false; }) {}
+  // Without those that are lost, as if they had never been: they are in no domain.
+  Domains(std::vector<std::vector<int>> domains, int rank, const std::function<bool(int)>& is_lost);
 
   [[nodiscard]] bool has_several() const { return domains_.size() > 1; }
   [[nodiscard]] int num_domains() const { return static_cast<int>(domains_.size()); }
   [[nodiscard]] int num_ranks() const { return static_cast<int>(domain_of_.size()); }
   [[nodiscard]] int own() const { return domain_of(rank_); }
+  // -1: the rank is lost.
   [[nodiscard]] int domain_of(int rank) const { return domain_of_[static_cast<size_t>(rank)]; }
   [[nodiscard]] std::span<const int> members(int domain) const {
     return domains_[static_cast<size_t>(domain)];

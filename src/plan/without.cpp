@@ -56,6 +56,7 @@ PlanData without(const IsLost& is_lost, const PlanData& plan) {
       }
     }
   }
+  rest.between = nullptr;
   rest.padding = merged(std::move(rest.padding));
   for (size_t route = 0; route < plan.route_expert.size(); ++route) {
     const int32_t expert = plan.route_expert[route];

@@ -12,6 +12,8 @@
 #include "core/log.hpp"
 #include "group/control_plane.hpp"
 #include "group/invitation.hpp"
+#include "survive/message_roll.hpp"
+#include "survive/shared_roll.hpp"
 
 namespace weft {
 namespace {
@@ -23,16 +25,21 @@ constexpr auto kLookEvery = std::chrono::milliseconds(25);
 // which is out of reach before its end can be seen, as long as a busy host needs to end it.
 constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(1);
 
-std::unique_ptr<MemorySource> shared_by(const Group& group, const Context& context) {
-  WEFT_CHECK(
-      context,
-      context.transport == "loopback" || context.transport == "shm" || context.transport == "peer",
-      ErrorCode::kUnsupported,
-      "exchange: on_peer_loss = shrink by transport {} (so far by loopback, shm and peer, in one "
-      "domain)",
-      context.transport
-  );
-  return group.topology().one_process ? make_loopback_memory() : make_shm_memory();
+bool share_memory(const Context& context) {
+  return context.transport == "loopback" || context.transport == "shm" ||
+         context.transport == "peer";
+}
+
+std::unique_ptr<Roll> make_roll(
+    const Group& group, const Context& context, std::chrono::milliseconds timeout
+) {
+  if (share_memory(context)) {
+    const bool are_threads = group.topology().one_process;
+    return std::make_unique<SharedRoll>(
+        are_threads ? make_loopback_memory() : make_shm_memory(), group
+    );
+  }
+  return std::make_unique<MessageRoll>(group, timeout);
 }
 
 }  // namespace
@@ -41,9 +48,8 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
     : group_(group),
       context_(context),
       timeout_(timeout),
-      source_(shared_by(group, context)),
-      roll_(*source_, group),
-      members_(roll_.members()),
+      roll_(make_roll(group, context, timeout)),
+      members_(roll_->members()),
       before_(members_) {
   if (invitation_of(group)) {
     join();
@@ -51,24 +57,24 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
 }
 
 void Survival::join() {
-  roll_.be_next(members_);
+  roll_->be_next(members_);
   // Where the others have yet to see that the one before it in its place is gone.
   while (members_.has(context_.rank)) {
     std::vector<int> rest;
     std::ranges::remove_copy(members_.ranks, std::back_inserter(rest), context_.rank);
-    roll_.propose(members_, roll_.committed() + 1, rest);
-    members_ = roll_.members();
+    roll_->propose(members_, roll_->committed() + 1, rest);
+    members_ = roll_->members();
   }
-  roll_.ask(true);
+  roll_->ask(true);
   const Deadline deadline(timeout_);
   for (;;) {
-    const uint32_t doorbell = roll_.doorbell();
-    members_ = roll_.members();
-    if (roll_.is_in(members_)) {
+    const uint32_t doorbell = roll_->doorbell();
+    members_ = roll_->members();
+    if (roll_->is_in(members_)) {
       break;
     }
     if (deadline.has_passed()) {
-      roll_.leave();
+      roll_->leave();
       WEFT_RAISE(
           context_,
           ErrorCode::kTimeout,
@@ -78,12 +84,12 @@ void Survival::join() {
           context_.num_ranks
       );
     }
-    roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
+    roll_->sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
   }
-  roll_.ask(false);
-  call_ = roll_.committed();
+  roll_->ask(false);
+  call_ = roll_->committed();
   has_newcomers_ = true;
-  roll_.follow(members_);
+  roll_->follow(members_);
 }
 
 std::string Survival::invitation() const {
@@ -91,7 +97,7 @@ std::string Survival::invitation() const {
       .version = kProtocolVersion,
       .num_ranks = context_.num_ranks,
       .one_process = group_.topology().one_process ? 1 : 0,
-      .cookie = roll_.cookie()};
+      .cookie = roll_->cookie()};
   context_.transport.copy(invitation.transport.data(), invitation.transport.size() - 1);
   return invitation.text();
 }
@@ -101,7 +107,7 @@ std::vector<int> Survival::readmit(std::span<const int> ranks) {
   const Deadline deadline(timeout_);
   std::vector<int> missing;
   for (bool is_called_off = false; !is_called_off && !has_come(ranks.front());) {
-    const uint32_t doorbell = roll_.doorbell();
+    const uint32_t doorbell = roll_->doorbell();
     const Roll::Members known = members_;
     if (adopt("readmit")) {
       is_called_off = known.ranks == members_.ranks && known.lives == members_.lives;
@@ -109,18 +115,19 @@ std::vector<int> Survival::readmit(std::span<const int> ranks) {
     }
     missing.clear();
     std::ranges::copy_if(ranks, std::back_inserter(missing), [this](int rank) {
-      return !roll_.asks(rank);
+      return !roll_->asks(rank);
     });
     std::vector<int> next = members_.ranks;
     if (missing.empty()) {
       next.insert(next.end(), ranks.begin(), ranks.end());
     }
     if (missing.empty() || deadline.has_passed()) {
-      roll_.propose(members_, call_, next);
-      continue;
+      roll_->propose(members_, call_, next);
     }
-    roll_.beat();
-    roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
+    if (!has_moved()) {
+      roll_->beat();
+      roll_->sleep(doorbell, kLookEvery);
+    }
   }
   return missing;
 }
@@ -160,7 +167,7 @@ bool Survival::has_come(int rank) const {
 }
 
 void Survival::live_on() const {
-  roll_.beat();
+  roll_->beat();
   WEFT_CHECK(
       context_,
       !is_stopped_.load(std::memory_order_relaxed),
@@ -185,8 +192,8 @@ Survival::Trouble Survival::trouble() const {
   }
   auto worst = Trouble::kNone;
   for (const int rank : members_.ranks) {
-    if (rank != context_.rank && roll_.has_ended(rank)) {
-      worst = std::max(worst, roll_.has_left(rank) ? Trouble::kLeft : Trouble::kLost);
+    if (rank != context_.rank && roll_->has_ended(rank)) {
+      worst = std::max(worst, roll_->has_left(rank) ? Trouble::kLeft : Trouble::kLost);
     }
   }
   return worst;
@@ -195,7 +202,7 @@ Survival::Trouble Survival::trouble() const {
 Survival::Vigil Survival::begin_wait() const {
   Vigil wait = {.begin = Clock::now(), .looks = {}, .silent_since = {}};
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    wait.looks.push_back(roll_.beats(rank));
+    wait.looks.push_back(roll_->beats(rank));
     wait.silent_since.push_back(wait.begin);
   }
   return wait;
@@ -206,8 +213,8 @@ bool Survival::is_over(Vigil& wait) {
   std::vector<int> silent;
   for (const int rank : members_.ranks) {
     const auto at = static_cast<size_t>(rank);
-    const uint64_t seen = std::exchange(wait.looks[at], roll_.beats(rank));
-    const bool is_awaited = rank != context_.rank && !roll_.has_arrived(rank, members_, call_);
+    const uint64_t seen = std::exchange(wait.looks[at], roll_->beats(rank));
+    const bool is_awaited = rank != context_.rank && roll_->is_awaited(rank, members_, call_);
     if (seen != wait.looks[at]) {
       wait.silent_since[at] = now;
     } else if (is_awaited && now - wait.silent_since[at] >= timeout_) {
@@ -234,23 +241,23 @@ void Survival::begin_call(bool is_second_part) {
     const std::lock_guard lock(mutex_);
     silent_.clear();
   }
-  roll_.beat();
+  roll_->beat();
 }
 
 bool Survival::finish_call(std::string_view op) {
-  roll_.arrive(members_, call_);
+  roll_->arrive(members_, call_);
   for (int poll = 0; poll < kPolls; ++poll) {
-    if (roll_.commits(members_, call_)) {
+    if (roll_->commits(members_, call_)) {
       return true;
     }
     hwy::Pause();
   }
   Vigil wait = begin_wait();
   for (;;) {
-    const uint32_t doorbell = roll_.doorbell();
+    const uint32_t doorbell = roll_->doorbell();
     // First: once others are members, the call can no longer be committed among these.
     const bool is_over_here = has_moved();
-    if (roll_.commits(members_, call_)) {
+    if (roll_->commits(members_, call_)) {
       return true;
     }
     if (is_over_here && adopt(op)) {
@@ -258,13 +265,11 @@ bool Survival::finish_call(std::string_view op) {
     }
     live_on();
     const bool is_late = is_over(wait);
-    if (propose_without_gone(/*is_open=*/false)) {
-      continue;
-    }
-    if (is_late) {
+    const bool is_proposed = propose_without_gone(/*is_open=*/false);
+    if (is_late && (!is_proposed || is_undecided(wait))) {
       std::vector<int> late;
       std::ranges::copy_if(members_.ranks, std::back_inserter(late), [this](int rank) {
-        return !roll_.has_arrived(rank, members_, call_);
+        return roll_->is_awaited(rank, members_, call_);
       });
       WEFT_RAISE(
           context_,
@@ -276,33 +281,43 @@ bool Survival::finish_call(std::string_view op) {
           call_
       );
     }
-    roll_.sleep(doorbell, kLookEvery);
+    roll_->sleep(doorbell, kLookEvery);
   }
 }
 
 bool Survival::settle(std::string_view op, ErrorCode cause) {
-  if (roll_.has_arrived(context_.rank, members_, call_)) {
+  if (roll_->has_arrived(context_.rank, members_, call_)) {
     return false;  // the others may have returned: it is not made again
   }
   const bool may_be_dying = cause == ErrorCode::kNotAvailable || cause == ErrorCode::kTransport;
   const Deadline deadline(may_be_dying ? std::max(timeout_, kPatience) : kPatience);
+  Vigil wait = begin_wait();
   while (!adopt(op)) {
-    if (deadline.has_passed()) {
+    live_on();
+    const bool is_proposed = propose_without_gone(/*is_open=*/true);
+    if (is_proposed ? is_undecided(wait) : deadline.has_passed()) {
       return false;
     }
-    live_on();
-    if (!propose_without_gone(/*is_open=*/true)) {
+    if (is_proposed && !has_moved()) {
+      static_cast<void>(is_over(wait));  // whose vote does not come is given up, too
+    }
+    if (!has_moved()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
   return true;
 }
 
+// By messages a proposal takes the votes of the others, which those who are cut off do not get.
+bool Survival::is_undecided(const Vigil& wait) const {
+  return Clock::now() - wait.begin >= 2 * timeout_ + kPatience;
+}
+
 void Survival::give_up(std::span<const int> ranks) {
   for (const int rank : ranks) {
     WEFT_CHECK(
         context_,
-        !group_.topology().one_process || roll_.has_ended(rank),
+        !group_.topology().one_process || roll_->has_ended(rank),
         ErrorCode::kUnsupported,
         "mask: rank {} is a thread of this process and has not left",
         rank
@@ -310,14 +325,26 @@ void Survival::give_up(std::span<const int> ranks) {
   }
   const auto is_out = [&](int rank) { return std::ranges::find(ranks, rank) != ranks.end(); };
   // Until they are none: others may give up ranks at the same time, and this rank before.
+  const Vigil wait = begin_wait();
   for (;;) {
-    const Roll::Members now = roll_.members();
-    if (!roll_.is_in(now) || std::ranges::none_of(now.ranks, is_out)) {
+    const uint32_t doorbell = roll_->doorbell();
+    const Roll::Members now = roll_->members();
+    if (!roll_->is_in(now) || std::ranges::none_of(now.ranks, is_out)) {
       return;
     }
     std::vector<int> rest;
     std::ranges::remove_copy_if(now.ranks, std::back_inserter(rest), is_out);
-    roll_.propose(now, call_ + 1, rest);
+    roll_->propose(now, call_ + 1, rest);
+    WEFT_CHECK(
+        context_,
+        !is_undecided(wait),
+        ErrorCode::kTimeout,
+        "mask: the other ranks have not agreed to go on without {}",
+        rank_list(ranks)
+    );
+    if (roll_->epoch() == now.epoch) {
+      roll_->sleep(doorbell, kLookEvery);
+    }
   }
 }
 
@@ -326,8 +353,8 @@ bool Survival::propose_without_gone(bool is_open) {
   {
     const std::lock_guard lock(mutex_);
     for (const int rank : members_.ranks) {
-      const bool stays = !is_open && roll_.has_arrived(rank, members_, call_);
-      const bool is_gone = std::ranges::binary_search(silent_, rank) || roll_.has_ended(rank);
+      const bool stays = !is_open && !roll_->is_awaited(rank, members_, call_);
+      const bool is_gone = std::ranges::binary_search(silent_, rank) || roll_->has_ended(rank);
       if (rank == context_.rank || stays || !is_gone) {
         rest.push_back(rank);
       }
@@ -336,7 +363,7 @@ bool Survival::propose_without_gone(bool is_open) {
   if (rest.size() == members_.ranks.size()) {
     return false;
   }
-  roll_.propose(members_, call_, rest);
+  roll_->propose(members_, call_, rest);
   return true;
 }
 
@@ -345,10 +372,10 @@ bool Survival::adopt(std::string_view op) {
   if (!has_moved()) {
     return false;
   }
-  const Roll::Members next = roll_.members();
+  const Roll::Members next = roll_->members();
   WEFT_CHECK(
       context_,
-      roll_.is_in(next),
+      roll_->is_in(next),
       ErrorCode::kPeerFailed,
       "{}: this rank was given up by the others, which did not hear of it in time ({} ranks go on, "
       "from call {})",
@@ -359,9 +386,9 @@ bool Survival::adopt(std::string_view op) {
   const std::vector<int> lost = members_.beside(next);
   const std::vector<int> back = next.beside(members_);
   for (const int rank : lost) {
-    has_strays_ = has_strays_ || !roll_.has_ended(rank);
+    has_strays_ = has_strays_ || !roll_->has_ended(rank);
   }
-  roll_.follow(next);
+  roll_->follow(next);
   has_newcomers_ = has_newcomers_ || !back.empty();
   const auto tell = [&](const std::vector<int>& ranks, std::string_view what) {
     if (!ranks.empty()) {
@@ -393,14 +420,14 @@ Group Survival::group() {
 
 std::vector<Bytes> Survival::all_gather(std::span<const std::byte> block) {
   const uint64_t round = round_++;
-  roll_.post(members_.epoch, round, block);
+  roll_->post(members_.epoch, round, block);
   std::vector<Bytes> blocks(static_cast<size_t>(context_.num_ranks));
   Vigil wait = begin_wait();
   for (const int rank : members_.ranks) {
     for (;;) {
-      const uint32_t doorbell = roll_.doorbell();
-      const bool has_ended = roll_.has_ended(rank);  // first: it may post and then end
-      if (auto mail = roll_.mail(rank, members_.epoch, round)) {
+      const uint32_t doorbell = roll_->doorbell();
+      const bool has_ended = roll_->has_ended(rank);  // first: it may post and then end
+      if (auto mail = roll_->mail(rank, members_.epoch, round)) {
         blocks[static_cast<size_t>(rank)] = std::move(*mail);
         break;
       }
@@ -416,7 +443,7 @@ std::vector<Bytes> Survival::all_gather(std::span<const std::byte> block) {
           rank,
           seconds_text(timeout_)
       );
-      roll_.sleep(doorbell, kLookEvery);
+      roll_->sleep(doorbell, kLookEvery);
     }
   }
   return blocks;

@@ -24,8 +24,8 @@ namespace weft {
 
 class Survival {
  public:
-  // Collective. Throws Error (kUnsupported) where ranks share no memory. A rank that joins again
-  // waits until the members take it in; throws TimeoutError if they do not.
+  // Collective. Throws the same Error on every rank if ranks of several domains cannot connect. A
+  // rank that joins again waits until the members take it in; throws TimeoutError if they do not.
   Survival(const Group& group, const Context& context, std::chrono::milliseconds timeout);
 
   // --- any thread, while a call waits ---
@@ -43,12 +43,12 @@ class Survival {
   enum class Trouble : uint8_t { kNone, kLeft, kLost };
   [[nodiscard]] Trouble trouble() const;
   // Others are members by now, so that a member waits for this rank.
-  [[nodiscard]] bool has_moved() const { return roll_.epoch() != members_.epoch; }
+  [[nodiscard]] bool has_moved() const { return roll_->epoch() != members_.epoch; }
   // Ends what another thread waits for here, by an Error (kInterrupted).
   void stop() { is_stopped_.store(true, std::memory_order_relaxed); }
-  void beat() const { roll_.beat(); }
+  void beat() const { roll_->beat(); }
   // The last process in its place has, or has left.
-  [[nodiscard]] bool has_ended(int rank) const { return roll_.has_ended(rank); }
+  [[nodiscard]] bool has_ended(int rank) const { return roll_->has_ended(rank); }
   // Whether a wait has to end: a member whose arrival is missing has not looked for the timeout,
   // and is given up for that, or twice the timeout has passed although all look. To be asked often.
   [[nodiscard]] bool is_over(Vigil& wait);
@@ -91,7 +91,7 @@ class Survival {
   [[nodiscard]] bool has_come(int rank) const;
   [[nodiscard]] std::string invitation() const;
   // Others shall not wait for this rank any more.
-  void leave() { roll_.leave(); }
+  void leave() { roll_->leave(); }
 
   // The members' control plane; the blocks of ranks that are lost are empty. Throws PeerError and
   // TimeoutError as calls do.
@@ -107,12 +107,13 @@ class Survival {
   // call before it went stays, as others may have returned from it; `is_open`: none can have, since
   // this rank has not arrived and will not.
   [[nodiscard]] bool propose_without_gone(bool is_open);
+  // What was proposed would have been decided by now.
+  [[nodiscard]] bool is_undecided(const Vigil& wait) const;
 
   Group group_;
   Context context_;
   std::chrono::milliseconds timeout_;
-  std::unique_ptr<MemorySource> source_;
-  Roll roll_;
+  std::unique_ptr<Roll> roll_;
   Roll::Members members_;
   uint64_t call_ = 0;
   uint64_t round_ = 0;    // of all_gather in this epoch

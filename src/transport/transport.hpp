@@ -6,6 +6,7 @@
 // docs/adding_a_transport.md builds one step by step.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -98,17 +99,25 @@ class Transport {
 
   // --- life ---
   [[nodiscard]] virtual PeerState peer_state(int rank) const = 0;
-  // Tells peers that this rank leaves. Again: no effect. After it only peer_state and destruction
-  // are legal.
+  // The rank is lost, whatever can be seen of it: nothing waits for it any more.
+  virtual void give_up(int /*rank*/) {}
+  // Tells peers that this rank leaves. Again: no effect. After it only peer_state, withdraw(),
+  // release() and destruction are legal.
   virtual void close() = 0;
+  // After close(): what comes over a network is written into no region any more. Memory that others
+  // map stays theirs to write.
+  virtual void withdraw() {}
 };
 
 struct TransportOptions {
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  // of a put that its peer holds up
-  // The ranks that are joined, for transports loopback and shm; empty: all. Others have blocks in
-  // no all_gather.
+  // The ranks that are joined, ascending; empty: all. Others have blocks in no all_gather.
   std::vector<int> members = {};
   std::string device = {};  // PCI address of the GPU whose rows it carries; empty: there is none
+
+  [[nodiscard]] bool has(int rank) const {
+    return members.empty() || std::ranges::binary_search(members, rank);
+  }
 };
 
 // Collective. `name` is "auto" (the cheapest that reaches all ranks), one of transport_names(), or

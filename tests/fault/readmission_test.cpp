@@ -15,7 +15,7 @@
 #include "fault/survival_cases.hpp"
 #include "support/errors.hpp"
 #include "support/process_memory.hpp"
-#include "survive/roll.hpp"
+#include "survive/shared_roll.hpp"
 #include "survivors/shared.hpp"
 #include "survivors/spare.hpp"
 #include "survivors/survivors.hpp"
@@ -27,8 +27,7 @@ class ReadmissionTest : public testing::Test {};
 
 // Takes a place as a new process does until it is a member, and goes no further.
 void take_place(int rank, const char* invitation) {
-  const auto source = make_shm_memory();
-  Roll roll(*source, Group::rejoin(rank, invitation));
+  SharedRoll roll(make_shm_memory(), Group::rejoin(rank, invitation));
   roll.be_next(roll.members());
   roll.ask(true);
   while (!roll.is_in(roll.members())) {
@@ -429,8 +428,7 @@ TEST_F(ReadmissionTest, ThoseWhoComeBackGoOnWhenAllOthersAreLost) {
     }
     // What is left of it in a readmission, without the part in which it tells.
     letter->send(exchange);
-    const auto source = make_shm_memory();
-    Roll roll(*source, Group::rejoin(0, exchange.invitation()));
+    SharedRoll roll(make_shm_memory(), Group::rejoin(0, exchange.invitation()));
     const Roll::Members members = roll.members();
     roll.follow(members);
     while (!roll.asks(1) || !roll.asks(2)) {
@@ -467,8 +465,7 @@ TEST_F(ReadmissionTest, WhoGoesOnLateSaysNothingForTheNextButOne) {
   });
   const Spare second([&] {
     ::alarm(60);
-    const auto source = make_shm_memory();
-    Roll roll(*source, Group::rejoin(1, board->letters[1].await()));
+    SharedRoll roll(make_shm_memory(), Group::rejoin(1, board->letters[1].await()));
     roll.be_next(roll.members());
     roll.ask(true);
     const Roll::Members members = roll.members();
@@ -491,8 +488,7 @@ TEST_F(ReadmissionTest, WhoGoesOnLateSaysNothingForTheNextButOne) {
     std::string problem = rounds.run(*exchange, 1);
     group.barrier();
     if (group.rank() == 1) {
-      const auto source = make_shm_memory();
-      Roll late(*source, Group::rejoin(1, exchange->invitation()));
+      SharedRoll late(make_shm_memory(), Group::rejoin(1, exchange->invitation()));
       await(board->is_asking);
       late.arrive(late.members(), 5);
       late.post(3, 1, std::array{std::byte{4}});

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "support/run_case.hpp"
 #include "survivors/survivors.hpp"
 
 namespace weft::test {
@@ -33,7 +34,7 @@ inline Exchange shrinking(
   ExchangeConfig config = setup.config();
   config.on_peer_loss = PeerLoss::kShrink;
   config.on_loss = on_loss;
-  return {group, config};
+  return make_exchange(group, setup, config);
 }
 
 // Cases that take different ways through the executor.

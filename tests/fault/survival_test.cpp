@@ -9,6 +9,7 @@
 #include <array>
 #include <atomic>
 #include <csignal>
+#include <cstdlib>
 #include <filesystem>
 #include <numeric>
 #include <optional>
@@ -26,12 +27,50 @@
 namespace weft::test {
 namespace {
 
-class SurvivalTest : public testing::Test {};
+// How ranks agree: by memory that they share, or by messages.
+struct Way {
+  const char* name;
+  const char* transport;
+  int ranks_per_domain;  // 0: all are in one
+};
 
-TEST_F(SurvivalTest, TheRestGoesOnWhenARankIsKilledAtAnyStep) {
-  const ExchangeSetup setup = setup_of(4, "shm");
+class SurvivalTest : public testing::TestWithParam<Way> {
+ protected:
+  [[nodiscard]] static ExchangeSetup setup(int num_ranks) {
+    ExchangeSetup setup = setup_of(num_ranks, GetParam().transport);
+    for (int rank = 0; rank < num_ranks && GetParam().ranks_per_domain > 0; ++rank) {
+      setup.domain_of.push_back(rank / GetParam().ranks_per_domain);
+    }
+    return setup;
+  }
+};
+
+constexpr Way kShm = {"Shm", "shm", 0};
+constexpr Way kOfi = {"Ofi", "ofi:tcp", 1};
+constexpr Way kOfiOfTwo = {"OfiOfTwo", "ofi:tcp", 2};
+constexpr Way kDomains = {"Domains", "domains:tcp", 2};  // shared memory in each
+constexpr auto kNameOf = [](const auto& one) { return std::string(one.param.name); };
+INSTANTIATE_TEST_SUITE_P(Ways, SurvivalTest, testing::Values(kShm, kOfi), kNameOf);
+
+class StepsSurvivalTest : public SurvivalTest {
+ protected:
+  void SetUp() override {
+    if (std::string_view(GetParam().name) == kDomains.name) {
+      ::setenv("WEFT_RANKS_PER_DOMAIN", "2", 1);
+    }
+  }
+  void TearDown() override { ::unsetenv("WEFT_RANKS_PER_DOMAIN"); }
+};
+INSTANTIATE_TEST_SUITE_P(
+    Ways, StepsSurvivalTest, testing::Values(kShm, kOfi, kOfiOfTwo, kDomains), kNameOf
+);
+
+TEST_P(StepsSurvivalTest, TheRestGoesOnWhenARankIsKilled) {
+  const ExchangeSetup setup = this->setup(4);
   const std::vector<Case> specs = cases();
-  for (size_t i = 0; i < 3 * specs.size(); ++i) {
+  // Between domains each exchange takes half a second to make, and so some of the pairs must do.
+  const size_t stride = setup.domain_of.empty() ? 1 : 2;
+  for (size_t i = 0; i < 3 * specs.size(); i += stride) {
     const SurvivorRounds rounds(setup, specs[i / 3]);
     const auto statuses = run_forked(setup.num_ranks, [&](const Group& group) {
       std::vector<int> heard;
@@ -56,7 +95,7 @@ TEST_F(SurvivalTest, TheRestGoesOnWhenARankIsKilledAtAnyStep) {
 
 // The kernel takes a dying process's memory away before anybody can see its end, and on a busy host
 // long before.
-TEST_F(SurvivalTest, TheRestGoesOnWhenMemoryIsGoneLongBeforeItsProcess) {
+TEST(HostSurvivalTest, TheRestGoesOnWhenMemoryIsGoneLongBeforeItsProcess) {
   const ExchangeSetup setup = setup_of(3, "shm");
   const SurvivorRounds rounds(setup, {});
   const auto statuses = run_forked(3, [&](const Group& group) {
@@ -87,7 +126,7 @@ TEST_F(SurvivalTest, TheRestGoesOnWhenMemoryIsGoneLongBeforeItsProcess) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
 }
 
-TEST_F(SurvivalTest, TheRestGoesOnWhenAThreadLeaves) {
+TEST(HostSurvivalTest, TheRestGoesOnWhenAThreadLeaves) {
   const ExchangeSetup setup = setup_of(3, "loopback");
   for (const Case& spec : cases()) {
     const SurvivorRounds rounds(setup, spec);
@@ -109,8 +148,8 @@ TEST_F(SurvivalTest, TheRestGoesOnWhenAThreadLeaves) {
 }
 
 // A loss inside of a call that one rank refuses: all are told of the refusal and of the loss.
-TEST_F(SurvivalTest, ARefusedCallEndsOnAllThatAreLeft) {
-  const ExchangeSetup setup = setup_of(3, "shm");
+TEST_P(SurvivalTest, ARefusedCallEndsOnAllThatAreLeft) {
+  const ExchangeSetup setup = this->setup(3);
   const SurvivorRounds rounds(setup, {});
   const auto statuses = run_forked(3, [&](const Group& group) {
     Exchange exchange = shrinking(group, setup);
@@ -140,8 +179,8 @@ TEST_F(SurvivalTest, ARefusedCallEndsOnAllThatAreLeft) {
 }
 
 // A call that plans and dispatches is one call to whoever asks whom it has lost.
-TEST_F(SurvivalTest, ACallInTwoPartsTellsOnceOfRanksLostInTheFirst) {
-  const ExchangeSetup setup = setup_of(3, "shm");
+TEST_P(SurvivalTest, ACallInTwoPartsTellsOnceOfRanksLostInTheFirst) {
+  const ExchangeSetup setup = this->setup(3);
   const auto statuses = run_forked(3, [&](const Group& group) {
     std::vector<std::string> heard;
     Exchange exchange = shrinking(group, setup, [&](const CallReport& report) {
@@ -168,8 +207,8 @@ TEST_F(SurvivalTest, ACallInTwoPartsTellsOnceOfRanksLostInTheFirst) {
 
 // What is stopped in a call is given up at the deadline, and when it comes back it is told so and
 // changes nothing.
-TEST_F(SurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
-  ExchangeSetup setup = setup_of(3, "shm");
+TEST_P(SurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
+  ExchangeSetup setup = this->setup(3);
   for (int step = 0; step < 3; ++step) {
     const SurvivorRounds rounds(setup, cases()[static_cast<size_t>(step)]);
     const Shared<std::atomic<pid_t>> stopped;
@@ -205,8 +244,8 @@ TEST_F(SurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
 }
 
 // It has looked since the others began to wait, so that their deadline does not tell yet who it is.
-TEST_F(SurvivalTest, ARankThatStopsWhileOthersWaitIsGivenUpToo) {
-  ExchangeSetup setup = setup_of(3, "shm");
+TEST_P(SurvivalTest, ARankThatStopsWhileOthersWaitIsGivenUpToo) {
+  ExchangeSetup setup = this->setup(3);
   const Shared<std::atomic<pid_t>> stopped;
   const auto statuses = run_forked(3, [&](const Group& group) {
     const bool stops = group.rank() == 1;
@@ -243,8 +282,8 @@ TEST_F(SurvivalTest, ARankThatStopsWhileOthersWaitIsGivenUpToo) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
-TEST_F(SurvivalTest, ACallerMayGiveARankUp) {
-  const ExchangeSetup setup = setup_of(3, "shm");
+TEST_P(SurvivalTest, ACallerMayGiveARankUp) {
+  const ExchangeSetup setup = this->setup(3);
   const SurvivorRounds rounds(setup, {});
   const auto statuses = run_forked(3, [&](const Group& group) {
     Exchange exchange = shrinking(group, setup);
@@ -267,8 +306,8 @@ TEST_F(SurvivalTest, ACallerMayGiveARankUp) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
-TEST_F(SurvivalTest, CallersMayGiveRanksUpAtTheSameTime) {
-  const ExchangeSetup setup = setup_of(4, "shm");
+TEST_P(SurvivalTest, CallersMayGiveRanksUpAtTheSameTime) {
+  const ExchangeSetup setup = this->setup(4);
   const SurvivorRounds rounds(setup, {});
   const auto statuses = run_forked(4, [&](const Group& group) {
     Exchange exchange = shrinking(group, setup);
@@ -290,7 +329,7 @@ TEST_F(SurvivalTest, CallersMayGiveRanksUpAtTheSameTime) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0, 0}));
 }
 
-TEST_F(SurvivalTest, IsRefusedWhereItCannotBe) {
+TEST(HostSurvivalTest, IsRefusedWhereItCannotBe) {
   run_threads(2, [&](const Group& group) {
     Exchange exchange(group, setup_of(2, "loopback").config());
     const std::vector<int> other = {1 - group.rank()};
@@ -309,7 +348,7 @@ TEST_F(SurvivalTest, IsRefusedWhereItCannotBe) {
 
 // Deaths at any moment, several in a run and during recovery too, until one rank is left; in some
 // storms all that are lost are called back, and lost again.
-TEST_F(SurvivalTest, AStormOfDeaths) {
+TEST(HostSurvivalTest, AStormOfDeaths) {
   StormCount count;
   for (uint64_t seed = 1; count.lost() < 100; ++seed) {
     const StormCount storm = run_storm(seed, {.stops = 0});

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A rank for tests on several hosts: joins the group that the environment names, exchanges tokens
 // and compares every byte until all rounds are done or something goes wrong, says what, and then,
-// if told, does the same in a new group. usage: host_rank [--rounds N] [--timeout-ms N]
-// [--transport NAME]
-//                  [--spare-mb N] [--again RANK NUM_RANKS ADDRESS PORT]
+// if told, does the same in a new group. With --shrink it goes on without lost ranks instead, until
+// so many are left, and some rounds more, and says who they are.
+// usage: host_rank [--rounds N] [--timeout-ms N] [--transport NAME] [--spare-mb N]
+//                  [--shrink NUM_LEFT] [--again RANK NUM_RANKS ADDRESS PORT]
 #include <fmt/format.h>
 
 #include <chrono>
@@ -18,18 +19,21 @@
 
 #include "support/errors.hpp"
 #include "support/run_case.hpp"
+#include "survivors/survivors.hpp"
 #include "weft/group.hpp"
 
 namespace weft::test {
 namespace {
 
 constexpr int kRoundsAgain = 2;
+constexpr int kRoundsAfterLoss = 5;
 
 struct Orders {
   int num_rounds = 1;
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
   std::string transport = "auto";
   int spare_mb = -1;  // memory that an exchange may take; negative: no limit
+  std::optional<size_t> num_left = {};
   std::optional<Rendezvous> again = {};
 };
 
@@ -60,8 +64,7 @@ void say(const std::string& line) {
   std::fflush(stdout);
 }
 
-// The same on every rank, so that each knows what it must get.
-std::vector<CaseData> make_cases(const Orders& orders, const Group& group) {
+ExchangeSetup make_setup(const Orders& orders, const Group& group) {
   const int num_ranks = group.num_ranks();
   ExchangeSetup setup;
   setup.num_ranks = num_ranks;
@@ -71,11 +74,17 @@ std::vector<CaseData> make_cases(const Orders& orders, const Group& group) {
   setup.hidden = 512;
   setup.num_experts = 2 * num_ranks;
   setup.timeout = orders.timeout;
+  return setup;
+}
+
+// The same on every rank, so that each knows what it must get.
+std::vector<CaseData> make_cases(const Orders& orders, const Group& group) {
+  const ExchangeSetup setup = make_setup(orders, group);
   std::vector<CaseData> cases;
   for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
     Case spec;
     spec.seed = 40 + cases.size();
-    spec.num_tokens.assign(static_cast<size_t>(num_ranks), setup.max_tokens);
+    spec.num_tokens.assign(static_cast<size_t>(setup.num_ranks), setup.max_tokens);
     spec.num_tokens.front() = 0;
     spec.topk = setup.max_topk;
     spec.layout = layout;
@@ -101,9 +110,31 @@ void exchange_tokens(const Group& group, const Orders& orders, int num_rounds, i
   group.barrier();
 }
 
+void survive(const Group& group, const Orders& orders, size_t num_left) {
+  const ExchangeSetup setup = make_setup(orders, group);
+  const SurvivorRounds rounds(setup, {});
+  ExchangeConfig config = setup.config();
+  config.on_peer_loss = PeerLoss::kShrink;
+  Exchange exchange(group, config);
+  for (int round = 1, num_after = 0; num_after < kRoundsAfterLoss; ++round) {
+    const std::string difference = rounds.run(exchange, static_cast<uint64_t>(round));
+    if (!difference.empty()) {
+      say(fmt::format("wrong {}", difference));
+      std::exit(EXIT_FAILURE);
+    }
+    say(fmt::format("round {}", round));
+    num_after += exchange.report().alive.size() <= num_left ? 1 : 0;
+  }
+  say(fmt::format("alive {}", fmt::join(exchange.report().alive, " ")));
+}
+
 int run(const Orders& orders) {
   const auto thrown = thrown_by([&] {
     const Group group = Group::from_env();
+    if (orders.num_left) {
+      survive(group, orders, *orders.num_left);
+      return;
+    }
     exchange_tokens(group, orders, orders.num_rounds, orders.spare_mb);
   });
   say(thrown ? fmt::format("error {}", thrown->text) : "good");
@@ -129,6 +160,8 @@ Orders read_orders(const std::vector<std::string>& words) {
       orders.transport = words.at(++i);
     } else if (words[i] == "--spare-mb") {
       orders.spare_mb = std::stoi(words.at(++i));
+    } else if (words[i] == "--shrink") {
+      orders.num_left = std::stoul(words.at(++i));
     } else if (words[i] == "--again") {
       Rendezvous& again = orders.again.emplace();
       again.rank = std::stoi(words.at(++i));

@@ -87,11 +87,11 @@ void print(const Tally& tally) {
   std::fflush(stdout);
 }
 
-void save(const Tally& tally, const std::string& path) {
+void save(const Tally& tally, const Wanted& wanted) {
   const nlohmann::ordered_json row = {
       {"op", "storm"},
       {"executor", "cpu"},
-      {"transport", "shm"},
+      {"transport", wanted.limits.has_domains ? "ofi" : "shm"},
       {"storms", tally.storms.load()},
       {"deaths", tally.deaths()},
       {"killed", tally.killed.load()},
@@ -102,7 +102,7 @@ void save(const Tally& tally, const std::string& path) {
       {"wrong", tally.wrong.load()},
       {"hung", tally.hung.load()},
   };
-  program::save_results(path, nlohmann::ordered_json::array({row}), {});
+  program::save_results(wanted.json, nlohmann::ordered_json::array({row}), {});
 }
 
 int run(const Wanted& wanted) {
@@ -133,7 +133,7 @@ int run(const Wanted& wanted) {
   }
   print(*tally);
   if (!wanted.json.empty()) {
-    save(*tally, wanted.json);
+    save(*tally, wanted);
   }
   return tally->wrong + tally->hung == 0 ? 0 : 1;
 }
@@ -156,6 +156,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--returns", wanted.limits.returns, "Share of the others in which ranks come back")
       ->capture_default_str();
+  app.add_flag("--domains", wanted.limits.has_domains, "Ranks are in several domains");
   app.add_option("--deadline-ms", deadline_ms, "After which a stopped rank is given up")
       ->capture_default_str();
   app.add_option("--json", wanted.json, "Write what was counted to this file");

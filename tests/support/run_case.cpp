@@ -268,7 +268,12 @@ std::string run_all(const Group& group, std::span<const CaseData> cases, Watch* 
 }  // namespace
 
 Exchange make_exchange(const Group& group, const ExchangeSetup& setup) {
-  const ExchangeConfig config = setup.config(group.rank());
+  return make_exchange(group, setup, setup.config(group.rank()));
+}
+
+Exchange make_exchange(
+    const Group& group, const ExchangeSetup& setup, const ExchangeConfig& config
+) {
   if (setup.domain_of.empty() || setup.domain_of == group.topology().domain_of) {
     return Exchange(group, config);
   }

@@ -13,6 +13,10 @@ namespace weft::test {
 
 // Collective. An exchange as the setup wants it, in domains that the group need not have.
 [[nodiscard]] Exchange make_exchange(const Group& group, const ExchangeSetup& setup);
+// The same, by a config that need not be the setup's.
+[[nodiscard]] Exchange make_exchange(
+    const Group& group, const ExchangeSetup& setup, const ExchangeConfig& config
+);
 
 // Collective. Makes the plans of all cases, then uses them in another order, so that several are
 // alive at once. Returns the first difference on this rank with the case's description, or nothing.

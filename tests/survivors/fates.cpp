@@ -38,6 +38,18 @@ Balancing random_balance(const ExchangeSetup& setup, RandomSource& random) {
   return balance;
 }
 
+// Numbered by their first rank.
+std::vector<int> random_domains(int num_ranks, RandomSource& random) {
+  std::vector<int> domain_of;
+  int num_domains = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const auto domain = static_cast<int>(random.between(rank == 1 ? 1 : 0, num_domains));
+    num_domains = std::max(num_domains, domain + 1);
+    domain_of.push_back(domain);
+  }
+  return domain_of;
+}
+
 Case random_spec(const ExchangeSetup& setup, RandomSource& random) {
   Case spec;
   spec.topk = static_cast<int>(random.between(1, setup.max_topk));
@@ -78,15 +90,19 @@ Storm make_storm(uint64_t seed, const StormLimits& limits) {
   setup.transport = "shm";
   setup.num_threads = static_cast<int>(random.between(1, 2));
   setup.fan_out = pick(random, std::array{FanOut::kSource, FanOut::kReceiver});
+  if (limits.has_domains) {
+    setup.transport = "ofi:tcp";
+    setup.domain_of = random_domains(setup.num_ranks, random);
+  }
   setup.hidden = 8 * random.between(1, 12);
   setup.max_tokens = random.between(1, 70);
   setup.num_experts = setup.num_ranks * static_cast<int>(random.between(1, 4));
   setup.max_topk = std::min(4, setup.num_experts);
   storm.spec = random_spec(setup, random);
   storm.last = static_cast<int>(random.below(static_cast<uint64_t>(setup.num_ranks)));
-  const bool has_stops = random.uniform() < limits.stops;
+  const bool has_stops = random.uniform() < limits.stops && !limits.has_domains;
   const std::chrono::microseconds span = pick(random, std::array{5'000us, 50'000us, 400'000us});
-  const bool has_returns = !has_stops && random.uniform() < limits.returns;
+  const bool has_returns = !has_stops && random.uniform() < limits.returns && !limits.has_domains;
   storm.num_returns = has_returns ? static_cast<int>(random.between(1, kMostReturns)) : 0;
   for (int number = 0; number <= storm.num_returns; ++number) {
     std::vector<Fate> fates;
@@ -94,6 +110,9 @@ Storm make_storm(uint64_t seed, const StormLimits& limits) {
       fates.push_back(random_fate(storm, span, random));
       if (has_stops && random.below(3) == 0) {
         fates.back().end = End::kStopped;
+      }
+      if (limits.has_domains && fates.back().end == End::kMasked) {
+        fates.back().end = End::kKilled;
       }
     }
     fates[static_cast<size_t>(storm.last)].end = End::kNone;

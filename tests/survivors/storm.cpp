@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "group/control_plane.hpp"
+#include "support/run_case.hpp"
 #include "support/watch.hpp"
 #include "survivors/fates.hpp"
 #include "survivors/shared.hpp"
@@ -89,7 +90,7 @@ class StormRank {
     config.on_peer_loss = PeerLoss::kShrink;
     config.on_loss = [this](const CallReport& /*report*/) { meet(fate_.when == When::kLoss); };
     if (number_ == 0) {
-      exchange_.emplace(group, config);
+      exchange_.emplace(make_exchange(group, storm_.setup, config));
       group.barrier();
       start_clock();
     } else {

@@ -111,7 +111,8 @@ std::vector<Plan> SurvivorRounds::plans(const Inputs& in, const RoundReport& ali
     }
   }
   std::vector<Plan> plans;
-  for (PlanData& plan : reference_plans(tables, setup_.num_experts, options(), {}, {}, lost)) {
+  for (PlanData& plan :
+       reference_plans(tables, setup_.num_experts, options(), {}, setup_.domain_of, lost)) {
     plans.emplace_back(std::make_shared<const PlanData>(std::move(plan)));
   }
   return plans;
@@ -150,7 +151,11 @@ SurvivorRounds::Outputs SurvivorRounds::expected(
     combined.push_back({.rows = std::as_const(held[r]).view()});
     sums.push_back({.x = out[r].x.view()});
   }
-  reference_combine(plans, combined, sums);
+  // By a plan of other members nothing is forwarded any more, as in one domain.
+  const bool is_one_domain = alive.combine != alive.plan;
+  reference_combine(
+      plans, combined, sums, is_one_domain ? std::span<const int>() : setup_.domain_of
+  );
   // A token without any row left is zero, not -0.
   const auto hidden = static_cast<size_t>(setup_.hidden);
   const auto topk = static_cast<size_t>(spec_.topk);

@@ -76,6 +76,7 @@ void BufferPool::release_unused() {
 
 void BufferPool::withdraw() {
   const std::lock_guard lock(mutex_);
+  transport_->withdraw();
   for (const Region& region : used_) {
     make_private(region.data, region.ref.bytes);
   }

@@ -23,8 +23,8 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   [[nodiscard]] std::optional<Region> find(const std::byte* data, uint64_t bytes) const;
   // Gives unused regions back to the system.
   void release_unused();
-  // Takes the pages in use away from all other processes: what these write there from now on is
-  // seen by nobody. Addresses and contents stay. Throws Error (kOutOfMemory).
+  // Takes what is in use away from all other processes: what these write there from now on is seen
+  // by nobody. Addresses and contents stay. The transport is closed. Throws Error (kOutOfMemory).
   void withdraw();
 
   [[nodiscard]] uint64_t used_bytes() const;

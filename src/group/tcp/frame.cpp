@@ -12,7 +12,7 @@ constexpr uint64_t kGrowth = uint64_t{1} << 20;
 constexpr auto kFailureSendTime = std::chrono::seconds(1);
 
 bool is_sound(const FrameHeader& header) {
-  return header.kind >= FrameKind::kWelcome && header.kind <= FrameKind::kFailure &&
+  return header.kind >= FrameKind::kWelcome && header.kind <= FrameKind::kLast &&
          header.bytes <= kMaxFrameBytes;
 }
 

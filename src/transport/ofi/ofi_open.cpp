@@ -25,7 +25,7 @@ constexpr int kSpins = 50;
 // How a rank introduces itself; the addresses of its queues follow in blocks of their own.
 struct Hello {
   uint64_t num_signals = 0;
-  uint64_t session = 0;  // rank 0's counts
+  uint64_t session = 0;  // that of the first member counts
   uint64_t rxm_buffer_bytes = 0;
   ProcessPlace place;
 };
@@ -46,7 +46,7 @@ OfiTransport::OfiTransport(
       spin_(kSpins * spin_time(group)),
       session_(random_value<uint64_t>()),
       addresses_(static_cast<size_t>(group.num_ranks())) {
-  open(group, kind, options.device);
+  open(group, kind, options);
   const Hello hello = {
       .num_signals = num_signals_,
       .session = session_,
@@ -59,9 +59,14 @@ OfiTransport::OfiTransport(
   }
   const std::vector<Bytes> hellos = group.all_gather(pack_blocks(own));
   agree(group, [&] {
+    bool is_first = true;
     for (int rank = 0; rank < context_.num_ranks; ++rank) {
       const auto at = static_cast<size_t>(rank);
-      connect(rank, hellos[at], group.topology().host_of[at]);
+      if (!options.has(rank)) {
+        peers_->set_absent(rank);
+        continue;
+      }
+      connect(rank, hellos[at], group.topology().host_of[at], std::exchange(is_first, false));
     }
     closing_ = fabric_->provider().is_local ? Closing::join(session_) : nullptr;
     const std::vector<int> cores = cores_for(*fabric_->info(), options.device);
@@ -74,17 +79,20 @@ OfiTransport::OfiTransport(
   }
 }
 
-void OfiTransport::open(const Group& group, std::string_view kind, std::string_view device) {
-  Selection selection = select_provider(group, kind, device);
+void OfiTransport::open(
+    const Group& group, std::string_view kind, const TransportOptions& options
+) {
+  Selection selection = select_provider(group, kind, options);
   const Topology& topology = group.topology();
   const auto at = static_cast<size_t>(group.rank());
   const bool is_loopback = !shares_memory_ || topology.one_process;
+  std::vector<int> neighbours = {group.rank()};
+  if (shares_memory_) {
+    neighbours = topology.domains[static_cast<size_t>(topology.domain_of[at])];
+    std::erase_if(neighbours, [&](int rank) { return !options.has(rank); });
+  }
   neighbours_ = std::make_unique<MappedTransport>(
-      is_loopback ? make_loopback_memory() : make_shm_memory(),
-      group,
-      num_signals_,
-      shares_memory_ ? topology.domains[static_cast<size_t>(topology.domain_of[at])]
-                     : std::vector<int>{group.rank()}
+      is_loopback ? make_loopback_memory() : make_shm_memory(), group, num_signals_, neighbours
   );
   own_ = neighbours_->signals();
   agree(group, [&] {
@@ -115,8 +123,8 @@ void OfiTransport::open(const Group& group, std::string_view kind, std::string_v
   });
 }
 
-// Rank 0 first.
-void OfiTransport::connect(int rank, const Bytes& packed, const std::string& host) {
+// The first rank first.
+void OfiTransport::connect(int rank, const Bytes& packed, const std::string& host, bool is_first) {
   const auto blocks = unpack_blocks(packed, 1 + static_cast<int>(queues_.size()));
   const Bytes first = blocks ? blocks->front() : Bytes();
   const auto hello = block_value<Hello>(first, static_cast<size_t>(rank), context_);
@@ -130,7 +138,7 @@ void OfiTransport::connect(int rank, const Bytes& packed, const std::string& hos
       rank,
       api().rxm_buffer_bytes
   );
-  session_ = rank == 0 ? hello.session : session_;
+  session_ = is_first ? hello.session : session_;
   if (!is_remote(rank)) {
     return;
   }
@@ -154,7 +162,7 @@ void OfiTransport::greet_all() {
   for (const auto& queue : queues_) {
     const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
     for (int rank = 0; rank < context_.num_ranks; ++rank) {
-      if (is_remote(rank)) {
+      if (is_remote(rank) && !peers_->is_gone(rank)) {
         require(send({*queue, rank}, ping, until(), pending), rank);
       }
     }

@@ -88,15 +88,17 @@ class OfiTransport final : public Transport, private QueueEvents {
   [[nodiscard]] uint32_t doorbell() const override { return own_.doorbell(); }
   void park(uint32_t seen, std::chrono::nanoseconds at_most) override;
   [[nodiscard]] PeerState peer_state(int rank) const override;
+  void give_up(int rank) override { hear_of_death(rank); }
   void close() override;
+  void withdraw() override { local_->withdraw(); }
 
  private:
   // How an attempt ended that is repeated until the fabric takes it.
   enum class Outcome : uint8_t { kDone, kGone, kFailed, kLate };
 
-  void open(const Group& group, std::string_view kind, std::string_view device);
+  void open(const Group& group, std::string_view kind, const TransportOptions& options);
   [[nodiscard]] Message message(MessageKind kind, uint64_t a = 0, uint64_t b = 0) const;
-  void connect(int rank, const Bytes& packed, const std::string& host);
+  void connect(int rank, const Bytes& packed, const std::string& host, bool is_first);
   void greet_all();
 
   void on_put(uint64_t immediate) override;

@@ -28,6 +28,9 @@ class Peers {
   // Set-up: a rank of this process, which ends with this one.
   void set_same_process(int rank) { at(rank).is_watched = true; }  // an empty watch is always alive
 
+  // Set-up: none of the ranks that are joined.
+  void set_absent(int rank) { at(rank).num_farewells.store(num_queues_); }
+
   // A farewell, once for each queue; pairs with has_left().
   void on_left(int rank) { at(rank).num_farewells.fetch_add(1, std::memory_order_release); }
   void on_failure(int rank, const char* call, int error, std::string_view provider);

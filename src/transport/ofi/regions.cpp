@@ -61,6 +61,14 @@ void LocalRegions::remove(const RegionRef& region) {
   }
 }
 
+void LocalRegions::withdraw() {
+  std::vector<Owned<fid_mr>> ended;
+  const std::unique_lock lock(mutex_);
+  for (auto& [data, entry] : entries_) {
+    ended.push_back(std::move(entry.memory));
+  }
+}
+
 LocalRegions::Source LocalRegions::source_at(const void* data, uint64_t bytes) const {
   const auto* const begin = static_cast<const std::byte*>(data);
   const std::shared_lock lock(mutex_);

@@ -31,6 +31,8 @@ class LocalRegions {
   void add(Region& region, std::optional<Device> lent_from = {});
   // Nothing happens if it was not added.
   void remove(const RegionRef& region);
+  // Nothing can be written over the fabric any more.
+  void withdraw();
   struct Source {
     void* descriptor = nullptr;  // null: no region holds the bytes
     bool is_lent = false;

@@ -183,22 +183,6 @@ TEST(OfiPeersTest, CountsSilenceOnlyOfARankThatOnceAnswered) {
   EXPECT_EQ(peers.note_unanswered(1).count(), 0);
 }
 
-TEST(OfiAddressTest, BindsToLoopbackUnlessTold) {
-  EXPECT_EQ(local_address(""), "127.0.0.1");
-  EXPECT_EQ(local_address("lo"), "127.0.0.1");
-  EXPECT_EQ(local_address("127.0.0.1"), "127.0.0.1");
-  EXPECT_EQ(local_address("127.0.0.0/8"), "127.0.0.1");
-}
-
-TEST(OfiAddressTest, NamesWhatIsNoAddressOfThisHost) {
-  for (const char* wrong : {"avian0", "198.51.100.7", "198.51.100.0/24", "127.0.0.1/33", "::g"}) {
-    const std::string error = error_of([&] { static_cast<void>(local_address(wrong)); });
-    EXPECT_TRUE(contains(error, std::string("WEFT_FABRIC_ADDRESS = \"") + wrong + "\" is no"))
-        << error;
-    EXPECT_TRUE(contains(error, "lo 127.0.0.1")) << error;
-  }
-}
-
 TEST(OfiProvidersTest, ReadsWhatIsAskedFor) {
   const Env env = Env::read([](const char* name) -> const char* {
     const std::string text = name;

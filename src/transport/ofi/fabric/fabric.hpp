@@ -21,6 +21,7 @@
 #include "core/check.hpp"
 #include "core/env.hpp"
 #include "core/host_map.hpp"
+#include "transport/transport.hpp"
 #include "weft/group.hpp"
 #include "weft/tensor.hpp"
 
@@ -206,10 +207,10 @@ struct Selection : Offer {
   uint32_t num_queues = 1;  // the fewest that any rank asks for or can have
 };
 
-// Collective. `device`: PCI address of this rank's GPU, or empty. Throws the same Error
-// (kNotAvailable) on every rank, with what each provider lacks and where.
+// Collective. Throws the same Error (kNotAvailable) on every rank, with what each provider lacks
+// and where.
 [[nodiscard]] Selection select_provider(
-    const Group& group, std::string_view kind, std::string_view device = {}
+    const Group& group, std::string_view kind, const TransportOptions& options = {}
 );
 
 // --- which of a host's cards and addresses a rank uses: a card that lies near its GPU, or near its
@@ -233,10 +234,5 @@ struct Selection : Offer {
 
 // Cores for the threads that look after a card, or where it is not known those near the GPU.
 [[nodiscard]] std::vector<int> cores_for(const fi_info& offer, std::string_view device);
-
-// The numeric address that `wanted` means here: empty is 127.0.0.1; else an interface ("eth0"), an
-// address of this host ("10.1.2.3") or a network ("10.1.0.0/16", the first address in it), so that
-// one setting serves all hosts. Throws Error (kNotAvailable) with the addresses that there are.
-[[nodiscard]] std::string local_address(const std::string& wanted);
 
 }  // namespace weft::ofi

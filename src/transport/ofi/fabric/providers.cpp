@@ -5,6 +5,7 @@
 #include <iterator>
 #include <utility>
 
+#include "group/tcp/local_address.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/fabric/queue.hpp"
 

@@ -4,12 +4,14 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <set>
 #include <vector>
 
 #include "core/check.hpp"
 #include "core/env.hpp"
 #include "group/agree.hpp"
+#include "group/tcp/local_address.hpp"
 #include "transport/common.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/ofi.hpp"
@@ -43,11 +45,13 @@ FabricWish wish_for(const Group& group, std::string_view kind, std::string_view 
   return wish;
 }
 
-Selection select_provider(const Group& group, std::string_view kind, std::string_view device) {
+Selection select_provider(
+    const Group& group, std::string_view kind, const TransportOptions& options
+) {
   std::vector<Offer> offers;
   FabricWish wish;
   agree(group, [&] {
-    wish = wish_for(group, kind, device);
+    wish = wish_for(group, kind, options.device);
     WEFT_CHECK(Context{}, api().obstacle.empty(), ErrorCode::kNotAvailable, "{}", api().obstacle);
     offers = list_offers(wish);
   });
@@ -56,23 +60,27 @@ Selection select_provider(const Group& group, std::string_view kind, std::string
   std::ranges::transform(offers, std::back_inserter(own), &Offer::obstacle);
   const std::string text =
       nlohmann::json(own).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-  std::vector<std::vector<std::string>> answers;  // by rank: number of queues, obstacles
-  for (const Bytes& block : group.all_gather(std::as_bytes(std::span(text)))) {
-    const auto* const begin = reinterpret_cast<const char*>(block.data());
-    answers.push_back(nlohmann::json::parse(begin, begin + block.size()));
-    num_queues = std::min<size_t>(num_queues, std::stoul(answers.back().at(0)));
+  const std::vector<Bytes> blocks = group.all_gather(std::as_bytes(std::span(text)));
+  std::map<int, std::vector<std::string>> answers;  // by rank: number of queues, obstacles
+  for (int rank = 0; rank < group.num_ranks(); ++rank) {
+    if (options.has(rank)) {
+      const Bytes& block = blocks[static_cast<size_t>(rank)];
+      const auto* const begin = reinterpret_cast<const char*>(block.data());
+      answers[rank] = nlohmann::json::parse(begin, begin + block.size());
+      num_queues = std::min<size_t>(num_queues, std::stoul(answers[rank].at(0)));
+    }
   }
   std::vector<std::string> reasons;
   for (size_t i = 0; i < offers.size(); ++i) {
     const auto lacking = std::ranges::find_if(answers, [i](const auto& answer) {
-      return !answer.at(i + 1).empty();
+      return !answer.second.at(i + 1).empty();
     });
     if (lacking == answers.end()) {
       return {std::move(offers[i]), static_cast<uint32_t>(num_queues)};
     }
-    const auto rank = lacking - answers.begin();
+    const auto& [rank, obstacles] = *lacking;
     reasons.push_back(
-        fmt::format("{}: {} on rank {}", offers[i].provider->name, (*lacking)[i + 1], rank)
+        fmt::format("{}: {} on rank {}", offers[i].provider->name, obstacles[i + 1], rank)
     );
   }
   WEFT_RAISE(
@@ -140,7 +148,7 @@ FabricReport fabric_report() {
   wish.has_gpu = true;  // to see what it could do
   report.num_queues = wish.num_queues;
   try {
-    report.address = ofi::local_address(wish.address);
+    report.address = local_address(wish.address);
   } catch (const Error&) {  // every provider that needs one says why there is none
   }
   for (const ofi::Offer& offer : ofi::list_offers(wish)) {

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which address of this host other hosts reach it by.
+#pragma once
+
+#include <string>
+
+namespace weft {
+
+// The numeric address that `wanted` means here: empty is 127.0.0.1; else an interface ("eth0"), an
+// address of this host ("10.1.2.3") or a network ("10.1.0.0/16", the first address in it), so that
+// one setting, WEFT_FABRIC_ADDRESS, serves all hosts. Throws Error (kNotAvailable) with the
+// addresses that there are.
+[[nodiscard]] std::string local_address(const std::string& wanted);
+
+}  // namespace weft

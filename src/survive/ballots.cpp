@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "survive/ballots.hpp"
+
+#include <algorithm>
+#include <utility>
+
+namespace weft {
+namespace {
+
+bool is_end(Wish wish) {
+  return wish == Wish::kSilent || wish == Wish::kGone;
+}
+
+}  // namespace
+
+Ballots::Ballots(int rank, Agreed first)
+    : rank_(rank),
+      life_(first.members.lives[static_cast<size_t>(rank)]),
+      agreed_(std::move(first)),
+      arrivals_(agreed_.members.lives.size()),
+      votes_(agreed_.members.lives.size()) {}
+
+const Vote* Ballots::vote_of(int rank) const {
+  const std::optional<Vote>& vote = votes_[static_cast<size_t>(rank)];
+  return vote ? &*vote : nullptr;
+}
+
+bool Ballots::leaves_out(int rank) const {
+  return own_vote() != nullptr && is_end(own_vote()->wishes[static_cast<size_t>(rank)]);
+}
+
+bool Ballots::has_arrived(int rank, uint64_t epoch, uint64_t call) const {
+  const Arrival& last = arrivals_[static_cast<size_t>(rank)];
+  return last.epoch == epoch && last.call >= call;  // who is further has seen the end of this one
+}
+
+bool Ballots::lacks_vote_of(int rank) const {
+  if (own_vote() == nullptr || rank == rank_ || leaves_out(rank)) {
+    return false;
+  }
+  const Vote* theirs = vote_of(rank);
+  return theirs == nullptr || theirs->wishes != own_vote()->wishes;
+}
+
+void Ballots::arrive(int rank, uint64_t epoch, uint64_t call) {
+  arrivals_[static_cast<size_t>(rank)] = {epoch, call};
+  const Arrival own = arrivals_[static_cast<size_t>(rank_)];
+  const bool is_open = own_vote() == nullptr && own.epoch == agreed_.members.epoch && own.call != 0;
+  const bool are_all_here = std::ranges::all_of(agreed_.members.ranks, [&](int member) {
+    return has_arrived(member, own.epoch, own.call);
+  });
+  if (is_open && are_all_here) {
+    agreed_.committed = own.call;
+  }
+}
+
+Ballots::News Ballots::vote(const std::vector<Wish>& wishes) {
+  if (is_out_) {
+    return {};
+  }
+  const Vote* before = own_vote();
+  Vote next = before != nullptr ? *before
+                                : Vote{
+                                      .epoch = agreed_.members.epoch,
+                                      .committed = agreed_.committed,
+                                      .wishes = std::vector<Wish>(votes_.size())};
+  for (size_t rank = 0; rank < wishes.size(); ++rank) {
+    next.wishes[rank] = std::max(next.wishes[rank], wishes[rank]);
+  }
+  const bool is_new = before == nullptr || before->wishes != next.wishes;
+  votes_[static_cast<size_t>(rank_)] = std::move(next);
+  return {.is_vote = is_new, .is_agreed = decide()};
+}
+
+Ballots::News Ballots::hear(int rank, const Vote& vote) {
+  const auto own = static_cast<size_t>(rank_);
+  const bool is_sound = vote.wishes.size() == votes_.size();
+  if (!is_sound || is_out_ || vote.epoch != agreed_.members.epoch || !agreed_.members.has(rank) ||
+      leaves_out(rank) || is_end(vote.wishes[own])) {
+    return {};  // who leaves this rank out needs no vote of it
+  }
+  votes_[static_cast<size_t>(rank)] = vote;
+  return this->vote(vote.wishes);
+}
+
+Ballots::News Ballots::hear(int rank, const Agreed& agreed) {
+  const Roll::Members& next = agreed.members;
+  const bool is_sound = next.lives.size() == votes_.size();
+  if (!is_sound || is_out_ || next.epoch < agreed_.members.epoch) {
+    return {};
+  }
+  const bool has_this = next.has(rank_) && next.lives[static_cast<size_t>(rank_)] == life_;
+  const bool is_later = next.epoch > agreed_.members.epoch;
+  if (!has_this && (is_later || next.ranks != agreed_.members.ranks)) {
+    is_out_ = true;  // whoever says so: others have agreed on that
+    take(agreed);
+    return {};
+  }
+  if (!has_this || !is_later || leaves_out(rank)) {
+    return {};
+  }
+  take(agreed);
+  return {.is_agreed = true};
+}
+
+bool Ballots::decide() {
+  const Vote& own = *own_vote();
+  std::vector<int> stay;
+  bool is_proven = true;
+  for (const int member : agreed_.members.ranks) {
+    const Wish wish = own.wishes[static_cast<size_t>(member)];
+    is_proven = is_proven && wish != Wish::kSilent;
+    if (!is_end(wish)) {
+      stay.push_back(member);
+    }
+  }
+  const auto agrees = [&](int member) {
+    const Vote* theirs = vote_of(member);
+    return theirs != nullptr && theirs->wishes == own.wishes;
+  };
+  if (!std::ranges::all_of(stay, agrees) ||
+      (!is_proven && 2 * stay.size() <= agreed_.members.ranks.size())) {
+    return false;
+  }
+  Agreed next = agreed_;
+  ++next.members.epoch;
+  next.members.ranks = stay;
+  for (size_t rank = 0; rank < own.wishes.size(); ++rank) {
+    if (own.wishes[rank] == Wish::kBack) {
+      next.members.ranks.push_back(static_cast<int>(rank));
+      ++next.members.lives[rank];
+    }
+  }
+  std::ranges::sort(next.members.ranks);
+  for (const int member : stay) {
+    next.committed = std::max(next.committed, vote_of(member)->committed);
+  }
+  take(next);
+  return true;
+}
+
+void Ballots::take(const Agreed& agreed) {
+  agreed_ = agreed;
+  std::ranges::fill(votes_, std::nullopt);
+}
+
+}  // namespace weft

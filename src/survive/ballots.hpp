@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// How ranks agree by messages on who is a member and which call is over, as one of them sees it.
+// Pure: who sends and receives is message_roll.hpp. tests/model/ballots.pml is the model of it.
+//
+// Of a call all members tell each other that they have arrived; who has heard so of all, and has
+// not voted, counts it as over.
+//
+// A rank that has seen that a member is gone votes: for the members without it, and says up to
+// which call it has seen the end. From then on it counts no call as over in this epoch, and takes
+// nothing more from who is gone by its vote. Who hears a vote makes its wishes its own, so that
+// votes only grow until all that shall stay have the same; whoever sees that has the next members,
+// tells them to all, and votes no more in this epoch. The last call that is over is then the last
+// that any of them had counted, since none that stays may have returned from a call that others
+// make again.
+//
+// That a rank is gone may be proven: its connection was closed, its process has ended. Or it is
+// silent, and may only be out of reach, beyond a cut link, with others who think the same of the
+// ranks here. So a silent rank is left out only if more than half of the members stay: two such
+// sets would have a rank in common.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "survive/roll.hpp"
+
+namespace weft {
+
+// What is to become of a rank. The larger one counts.
+enum class Wish : uint8_t {
+  kNone,    // as it is
+  kSilent,  // a member that is to go: it does not answer
+  kGone,    // likewise: its end is proven
+  kBack,    // the next life of a lost rank, which is to be a member
+};
+
+struct Vote {
+  uint64_t epoch = 0;      // which it wants to end
+  uint64_t committed = 0;  // the last call that is over, as its rank has seen
+  std::vector<Wish> wishes;
+};
+
+struct Agreed {
+  Roll::Members members;
+  uint64_t committed = 0;
+};
+
+class Ballots {
+ public:
+  // What others have to be told, in this order: own_vote(), agreed().
+  struct News {
+    bool is_vote = false;
+    bool is_agreed = false;
+  };
+
+  Ballots(int rank, Agreed first);
+
+  [[nodiscard]] const Agreed& agreed() const { return agreed_; }
+  // Null: it has not voted in this epoch.
+  [[nodiscard]] const Vote* own_vote() const { return vote_of(rank_); }
+  // It has been left out by the others.
+  [[nodiscard]] bool is_out() const { return is_out_; }
+  [[nodiscard]] bool has_arrived(int rank, uint64_t epoch, uint64_t call) const;
+  // This rank has voted for members with `rank`, which has not voted for the same yet.
+  [[nodiscard]] bool lacks_vote_of(int rank) const;
+
+  // The rank, or this one, has arrived.
+  void arrive(int rank, uint64_t epoch, uint64_t call);
+  // This rank votes for these, by rank, and for all that it has voted for before.
+  [[nodiscard]] News vote(const std::vector<Wish>& wishes);
+  // Of another rank.
+  [[nodiscard]] News hear(int rank, const Vote& vote);
+  [[nodiscard]] News hear(int rank, const Agreed& agreed);
+
+ private:
+  struct Arrival {
+    uint64_t epoch = 0;
+    uint64_t call = 0;
+  };
+
+  [[nodiscard]] const Vote* vote_of(int rank) const;
+  // This rank's vote leaves it out.
+  [[nodiscard]] bool leaves_out(int rank) const;
+  // If all that stay by this rank's vote have the same.
+  [[nodiscard]] bool decide();
+  void take(const Agreed& agreed);
+
+  int rank_;
+  uint64_t life_;
+  Agreed agreed_;
+  bool is_out_ = false;
+  std::vector<Arrival> arrivals_;           // by rank
+  std::vector<std::optional<Vote>> votes_;  // by rank, of this epoch
+};
+
+}  // namespace weft

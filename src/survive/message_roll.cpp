@@ -1,0 +1,370 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "survive/message_roll.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <poll.h>
+
+#include "core/check.hpp"
+#include "group/control_plane.hpp"
+
+namespace weft {
+namespace {
+
+// Of two ranks that do not hear of each other the lower one is quicker to say so, so that they do
+// not leave each other out.
+constexpr auto kYield = std::chrono::milliseconds(250);
+// How often a rank that waits says that it does, at most.
+constexpr auto kBeatEvery = std::chrono::milliseconds(100);
+constexpr auto kClosePatience = std::chrono::seconds(1);
+
+// --- what travels ---
+
+// The first bytes of all payloads but a beat's.
+struct Number {
+  uint64_t epoch = 0;
+  uint64_t of = 0;  // call, last call that is over, or round
+};
+
+void append(Bytes& bytes, std::span<const std::byte> more) {
+  bytes.insert(bytes.end(), more.begin(), more.end());
+}
+
+template <class T>
+std::span<const std::byte> bytes_of(const T& value) {
+  return std::as_bytes(std::span(&value, 1));
+}
+
+Bytes encode(const Vote& vote) {
+  Bytes bytes;
+  append(bytes, bytes_of(Number{.epoch = vote.epoch, .of = vote.committed}));
+  append(bytes, std::as_bytes(std::span(vote.wishes)));
+  return bytes;
+}
+
+// Of each rank 2 * life + (1 if it is a member).
+Bytes encode(const Agreed& agreed) {
+  Bytes bytes;
+  append(bytes, bytes_of(Number{.epoch = agreed.members.epoch, .of = agreed.committed}));
+  for (size_t rank = 0; rank < agreed.members.lives.size(); ++rank) {
+    const bool is_member = agreed.members.has(static_cast<int>(rank));
+    append(bytes, bytes_of(2 * agreed.members.lives[rank] + (is_member ? 1 : 0)));
+  }
+  return bytes;
+}
+
+// What follows the number, as values; fewer than are there if the rest is none.
+template <class T>
+std::vector<T> values_of(std::span<const std::byte> rest) {
+  std::vector<T> values(rest.size() / sizeof(T));
+  std::memcpy(values.data(), rest.data(), values.size() * sizeof(T));
+  return values;
+}
+
+Vote vote_of(const Number& number, std::span<const std::byte> rest) {
+  Vote vote = {.epoch = number.epoch, .committed = number.of, .wishes = values_of<Wish>(rest)};
+  std::ranges::replace_if(
+      vote.wishes, [](Wish wish) { return wish > Wish::kBack; }, Wish::kNone
+  );
+  return vote;
+}
+
+Agreed agreed_of(const Number& number, std::span<const std::byte> rest) {
+  Agreed agreed = {
+      .members = {.epoch = number.epoch, .ranks = {}, .lives = {}}, .committed = number.of};
+  for (const uint64_t bits : values_of<uint64_t>(rest)) {
+    if (bits % 2 != 0) {
+      agreed.members.ranks.push_back(static_cast<int>(agreed.members.lives.size()));
+    }
+    agreed.members.lives.push_back(bits / 2);
+  }
+  return agreed;
+}
+
+Agreed all_ranks(int num_ranks) {
+  const auto count = static_cast<size_t>(num_ranks);
+  Agreed all = {
+      .members =
+          {.epoch = 0, .ranks = std::vector<int>(count), .lives = std::vector<uint64_t>(count)},
+      .committed = 0};
+  std::iota(all.members.ranks.begin(), all.members.ranks.end(), 0);
+  return all;
+}
+
+}  // namespace
+
+MessageRoll::MessageRoll(const Group& group, std::chrono::milliseconds timeout)
+    : context_(context_of(group)),
+      beat_every_(std::min<std::chrono::nanoseconds>(kBeatEvery, timeout / 8)),
+      links_(group, timeout),
+      ballots_(group.rank(), all_ranks(group.num_ranks())),
+      peers_(static_cast<size_t>(group.num_ranks())),
+      next_beat_(Clock::now()),
+      thread_([this] { run(); }) {}
+
+MessageRoll::~MessageRoll() {
+  leave();
+  is_stopping_ = true;
+  links_.wake();
+  thread_.join();
+}
+
+// --- the thread ---
+
+void MessageRoll::run() {
+  auto is_over = [&, end = std::optional<Clock::time_point>()]() mutable {
+    if (!is_stopping_) {
+      return false;
+    }
+    end = end.value_or(Clock::now() + kClosePatience);
+    const std::lock_guard lock(mutex_);
+    return !links_.has_unsent() || Clock::now() >= *end;
+  };
+  while (!is_over()) {
+    std::vector<pollfd> wanted;
+    {
+      const std::lock_guard lock(mutex_);
+      wanted = links_.wanted();
+    }
+    const auto most = std::chrono::duration_cast<std::chrono::milliseconds>(beat_every_);
+    ::poll(wanted.data(), wanted.size(), std::max(1, static_cast<int>(most.count())));
+    const std::lock_guard lock(mutex_);
+    links_.move([this](int rank, const Frame& frame) { hear(rank, frame); });
+    tell_beats();
+    ring();
+  }
+}
+
+void MessageRoll::hear(int rank, const Frame& frame) {
+  const std::span<const std::byte> payload = frame.payload;
+  if (frame.header.kind == FrameKind::kLeft) {
+    peer(rank).has_left = true;
+    return;
+  }
+  if (frame.header.kind == FrameKind::kBeat) {
+    ++peer(rank).beats;
+    return;
+  }
+  Number number;
+  if (payload.size() < sizeof number) {
+    return;
+  }
+  std::memcpy(&number, payload.data(), sizeof number);
+  const std::span<const std::byte> rest = payload.subspan(sizeof number);
+  switch (frame.header.kind) {
+    case FrameKind::kArrived:
+      ballots_.arrive(rank, number.epoch, number.of);
+      return;
+    case FrameKind::kVote: {
+      const Vote vote = vote_of(number, rest);
+      for (size_t other = 0; other < std::min(vote.wishes.size(), peers_.size()); ++other) {
+        peers_[other].has_died = peers_[other].has_died || vote.wishes[other] == Wish::kGone;
+      }
+      tell(ballots_.hear(rank, vote));
+      return;
+    }
+    case FrameKind::kAgreed:
+      tell(ballots_.hear(rank, agreed_of(number, rest)));
+      return;
+    case FrameKind::kMail: {
+      std::map<MailNumber, Bytes>& mail = peer(rank).mail;
+      mail[{number.epoch, number.of}] = Bytes(rest.begin(), rest.end());
+      // The one before may not have been read yet.
+      const uint64_t first = std::max<uint64_t>(number.of, 1) - 1;
+      mail.erase(mail.begin(), mail.lower_bound({number.epoch, first}));
+      return;
+    }
+    default:
+      return;
+  }
+}
+
+void MessageRoll::tell_beats() {
+  const uint64_t beats = own_beats_.load(std::memory_order_relaxed);
+  const auto now = Clock::now();
+  if (beats != told_beats_ && now >= next_beat_) {
+    told_beats_ = beats;
+    next_beat_ = now + beat_every_;
+    tell_all(FrameKind::kBeat, {});
+  }
+}
+
+void MessageRoll::tell_all(FrameKind kind, std::span<const std::byte> payload) {
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
+    if (rank != context_.rank) {
+      links_.send(rank, kind, payload);
+    }
+  }
+}
+
+void MessageRoll::tell(const Ballots::News& news) {
+  if (news.is_vote && ballots_.own_vote() != nullptr) {
+    tell_all(FrameKind::kVote, encode(*ballots_.own_vote()));
+  }
+  if (news.is_agreed) {
+    for (Peer& one : peers_) {
+      one.silent_since.reset();
+    }
+    tell_all(FrameKind::kAgreed, encode(ballots_.agreed()));
+  }
+}
+
+void MessageRoll::ring() {
+  committed_.store(ballots_.agreed().committed, std::memory_order_release);
+  epoch_.store(ballots_.agreed().members.epoch, std::memory_order_release);
+  doorbell_.fetch_add(1, std::memory_order_release);
+  bell_.notify_all();
+}
+
+void MessageRoll::sleep(uint32_t seen, std::chrono::nanoseconds at_most) {
+  std::unique_lock lock(mutex_);
+  bell_.wait_for(lock, at_most, [&] { return doorbell() != seen; });
+}
+
+// --- what is known ---
+
+bool MessageRoll::has_ended_here(int rank) const {
+  return rank != context_.rank &&
+         (peer(rank).has_left || peer(rank).has_died || links_.has_ended(rank));
+}
+
+uint64_t MessageRoll::beats(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return peer(rank).beats;
+}
+
+bool MessageRoll::has_ended(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return has_ended_here(rank);
+}
+
+bool MessageRoll::has_left(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return peer(rank).has_left;
+}
+
+Roll::Members MessageRoll::members() const {
+  const std::lock_guard lock(mutex_);
+  return ballots_.agreed().members;
+}
+
+bool MessageRoll::is_in(const Members& members) const {
+  return members.has(context_.rank);
+}
+
+bool MessageRoll::has_arrived(int rank, const Members& with, uint64_t call) const {
+  const std::lock_guard lock(mutex_);
+  return ballots_.has_arrived(rank, with.epoch, call);
+}
+
+bool MessageRoll::is_awaited(int rank, const Members& with, uint64_t call) const {
+  const std::lock_guard lock(mutex_);
+  return !ballots_.has_arrived(rank, with.epoch, call) || ballots_.lacks_vote_of(rank);
+}
+
+std::optional<Bytes> MessageRoll::mail(int rank, uint64_t epoch, uint64_t round) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = peer(rank).mail.find({epoch, round});
+  return found == peer(rank).mail.end() ? std::nullopt : std::optional(found->second);
+}
+
+// --- what this rank does ---
+
+void MessageRoll::arrive(const Members& with, uint64_t call) {
+  const std::lock_guard lock(mutex_);
+  const Number number = {.epoch = with.epoch, .of = call};
+  if (ballots_.agreed().members.epoch != with.epoch) {
+    return;
+  }
+  ballots_.arrive(context_.rank, with.epoch, call);
+  tell_all(FrameKind::kArrived, bytes_of(number));
+  ring();
+}
+
+bool MessageRoll::commits(const Members& with, uint64_t call) {
+  if (committed() != call) {
+    return false;
+  }
+  // In a later epoch of which this rank is a member it was not: that needed its arrival there.
+  return epoch() == with.epoch || is_in(members());
+}
+
+void MessageRoll::propose(const Members& instead_of, uint64_t call, std::span<const int> ranks) {
+  const std::lock_guard lock(mutex_);
+  const Agreed& agreed = ballots_.agreed();
+  if (agreed.members.epoch != instead_of.epoch || agreed.committed == call) {
+    return;
+  }
+  const auto now = Clock::now();
+  std::vector<Wish> wishes(peers_.size());
+  bool is_same = true;
+  for (const int rank : instead_of.ranks) {
+    if (std::ranges::find(ranks, rank) != ranks.end()) {
+      continue;
+    }
+    is_same = false;
+    std::optional<Clock::time_point>& since = peer(rank).silent_since;
+    since = since.value_or(now);
+    const bool yields = rank < context_.rank && now - *since < kYield;
+    const Wish silent = yields ? Wish::kNone : Wish::kSilent;
+    wishes[static_cast<size_t>(rank)] = has_ended_here(rank) ? Wish::kGone : silent;
+  }
+  const bool is_any = std::ranges::any_of(wishes, [](Wish wish) { return wish != Wish::kNone; });
+  if (is_any || is_same) {
+    tell(ballots_.vote(wishes));
+    ring();
+  }
+}
+
+void MessageRoll::post(uint64_t epoch, uint64_t round, std::span<const std::byte> block) {
+  Bytes bytes;
+  append(bytes, bytes_of(Number{.epoch = epoch, .of = round}));
+  append(bytes, block);
+  const std::lock_guard lock(mutex_);
+  hear(
+      context_.rank,
+      {.header = {.kind = FrameKind::kMail, .code = 0, .bytes = bytes.size()}, .payload = bytes}
+  );
+  tell_all(FrameKind::kMail, bytes);
+  ring();
+}
+
+void MessageRoll::leave() {
+  const std::lock_guard lock(mutex_);
+  if (!std::exchange(peer(context_.rank).has_left, true)) {
+    tell_all(FrameKind::kLeft, {});
+  }
+}
+
+// --- joining again ---
+
+namespace {
+
+[[noreturn]] void refuse_joining(const Context& context) {
+  WEFT_RAISE(
+      context,
+      ErrorCode::kUnsupported,
+      "readmit: ranks that share no memory take no new process in (so far)"
+  );
+}
+
+}  // namespace
+
+std::array<uint64_t, 2> MessageRoll::cookie() const {
+  refuse_joining(context_);
+}
+
+void MessageRoll::be_next(const Members& /*members*/) {
+  refuse_joining(context_);
+}
+
+void MessageRoll::ask(bool /*is_asking*/) {
+  refuse_joining(context_);
+}
+
+bool MessageRoll::asks(int /*rank*/) const {
+  refuse_joining(context_);
+}
+
+}  // namespace weft

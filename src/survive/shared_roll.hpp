@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// A roll in memory that all ranks of a host map, and that a death leaves as it is.
+//
+// One word decides: (epoch, who proposed it, the last call that is committed), changed by
+// compare-and-swap only. The members of an epoch are what its proposer left in its line before.
+//
+//   arrive    My line says so. Whoever sees that the lines of all members do swaps (e, p, n - 1)
+//             for (e, p, n).
+//   propose   A member is gone before it arrived: (e, p, n - 1) becomes (e + 1, me, n - 1). Now
+//             nobody can commit n with the lost one, and nobody has.
+//
+// Lives that follow each other in a place have lines of their own, so that one that was given up
+// and goes on changes nothing that the next one says, and sees that it is none of the members. The
+// next but one has its line, and it writes nothing there any more. tests/model/roll.pml is the
+// model of all this.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "group/process_watch.hpp"
+#include "survive/roll.hpp"
+#include "transport/mapped/memory.hpp"
+#include "transport/mapped/signal_block.hpp"
+#include "weft/group.hpp"
+
+namespace weft {
+
+class SharedRoll final : public Roll {
+ public:
+  // Collective. Throws the same Error on every rank if any cannot reach the memory. Not collective
+  // for a rank that joins again (Group::rejoin): it is none of the members until they take it in.
+  SharedRoll(std::unique_ptr<MemorySource> source, const Group& group);
+
+  [[nodiscard]] uint64_t epoch() const override;
+  void beat() override { Word(own_line().beats).fetch_add(1, std::memory_order_relaxed); }
+  [[nodiscard]] uint64_t beats(int rank) const override;
+  [[nodiscard]] bool has_ended(int rank) const override;
+  [[nodiscard]] bool has_left(int rank) const override;
+  [[nodiscard]] uint32_t doorbell() const override { return bell_.doorbell(); }
+  void sleep(uint32_t seen, std::chrono::nanoseconds at_most) override {
+    bell_.sleep(seen, at_most);
+  }
+
+  [[nodiscard]] Members members() const override;
+  [[nodiscard]] bool is_in(const Members& members) const override;
+  void follow(const Members& members) override;
+  [[nodiscard]] uint64_t committed() const override;
+  void leave() override;
+  void arrive(const Members& with, uint64_t call) override;
+  [[nodiscard]] bool has_arrived(int rank, const Members& with, uint64_t call) const override;
+  [[nodiscard]] bool commits(const Members& with, uint64_t call) override;
+  void propose(const Members& instead_of, uint64_t call, std::span<const int> ranks) override;
+  void post(uint64_t epoch, uint64_t round, std::span<const std::byte> block) override;
+  [[nodiscard]] std::optional<Bytes> mail(int rank, uint64_t epoch, uint64_t round) const override;
+
+  // By which others reach the memory while this process lives.
+  [[nodiscard]] Cookie cookie() const override { return memory_.cookie; }
+  void be_next(const Members& members) override {
+    life_ = members.lives[static_cast<size_t>(rank_)] + 1;
+  }
+  void ask(bool is_asking) override;
+  [[nodiscard]] bool asks(int rank) const override;
+
+ private:
+  using Word = std::atomic_ref<uint64_t>;
+  static_assert(Word::is_always_lock_free);
+
+  struct Mail {
+    uint64_t number;  // of epoch and round; 0: being written
+    uint64_t bytes;
+    uint64_t words[kMailBytes / sizeof(uint64_t)];
+  };
+  struct Line {
+    alignas(64) uint64_t arrived;
+    alignas(64) uint64_t beats;
+    alignas(64) uint64_t has_left;  // 1 + the life that has
+    uint64_t pid;
+    uint64_t asks;  // likewise
+    Mail mail[2];
+    // Behind it: proposals [2][num_ranks], of each rank 2 * life + (1 if it is a member).
+  };
+
+  // All in one order for all ranks: of two that arrive at the same time, one sees the other.
+  [[nodiscard]] static uint64_t read(uint64_t& word) {
+    return Word(word).load(std::memory_order_seq_cst);
+  }
+  static void write(uint64_t& word, uint64_t value) {
+    Word(word).store(value, std::memory_order_seq_cst);
+  }
+  [[nodiscard]] static bool swap(uint64_t& word, uint64_t& seen, uint64_t next) {
+    return Word(word).compare_exchange_strong(seen, next, std::memory_order_seq_cst);
+  }
+  // Lines in turn for the lives of a rank.
+  [[nodiscard]] size_t seat(int rank, uint64_t life) const {
+    return life % 2 * static_cast<size_t>(num_ranks_) + static_cast<size_t>(rank);
+  }
+  [[nodiscard]] Line& line(size_t seat) const;
+  [[nodiscard]] Line& line(int rank) const {
+    return line(seat(rank, lives_[static_cast<size_t>(rank)]));
+  }
+  [[nodiscard]] Line& own_line() const { return line(seat(rank_, life_)); }
+  // It is this process's still: neither the next life but one has it, nor was this one forked.
+  [[nodiscard]] bool has_line() const;
+  [[nodiscard]] uint64_t* proposal(size_t seat, uint64_t epoch) const;
+  [[nodiscard]] size_t line_bytes() const;
+
+  int rank_;
+  int num_ranks_;
+  uint64_t life_ = 0;            // of this rank
+  std::vector<uint64_t> lives_;  // by rank
+  std::unique_ptr<MemorySource> source_;
+  Memory memory_;
+  SignalBlock bell_;
+  uint64_t* state_ = nullptr;
+  std::byte* lines_ = nullptr;
+  // By rank; null: its process had ended before this rank looked. Those of threads of this process
+  // see nothing.
+  std::vector<std::unique_ptr<ProcessWatch>> watches_;
+
+  void map(const Cookie& cookie);
+  void watch(int rank);
+  [[nodiscard]] uint64_t num_bytes() const;
+};
+
+}  // namespace weft

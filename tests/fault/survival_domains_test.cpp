@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// PeerLoss::kShrink among ranks of several domains: what only they can meet.
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <string>
+#include <unistd.h>
+#include <vector>
+
+#include "fault/survival_cases.hpp"
+#include "support/errors.hpp"
+#include "survivors/shared.hpp"
+#include "survivors/storm.hpp"
+
+namespace weft::test {
+namespace {
+
+ExchangeSetup domains_of_one(int num_ranks) {
+  ExchangeSetup setup = setup_of(num_ranks, "ofi:tcp");
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    setup.domain_of.push_back(rank);
+  }
+  return setup;
+}
+
+// One of two cannot know whether it is itself that is cut off: it leaves, which the other hears of.
+TEST(DomainsSurvivalTest, OfTwoRanksASilentOneIsNotGivenUp) {
+  ExchangeSetup setup = domains_of_one(2);
+  const SurvivorRounds rounds(setup, {});
+  const Shared<std::atomic<pid_t>> stopped;
+  const auto statuses = run_forked(2, [&](const Group& group) {
+    setup.timeout = std::chrono::seconds(group.rank() == 1 ? 60 : 1);
+    Exchange exchange = shrinking(group, setup);
+    std::string problem = rounds.run(exchange, 0);
+    if (group.rank() == 1) {
+      stopped->store(::getpid());
+      std::raise(SIGSTOP);
+    }
+    const auto thrown = thrown_by([&] { problem += rounds.run(exchange, 1); });
+    const bool is_right = group.rank() == 0 ? thrown && thrown->is_timeout
+                                            : !thrown && text(exchange.report().alive) == "1";
+    if (group.rank() == 0) {
+      ::kill(stopped->load(), SIGCONT);
+    }
+    return verdict(is_right ? problem : problem + text_of(thrown));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(DomainsSurvivalTest, NobodyJoinsAgain) {
+  const auto statuses = run_forked(2, [&](const Group& group) {
+    Exchange exchange = shrinking(group, domains_of_one(2));
+    const auto thrown = thrown_by([&] { static_cast<void>(exchange.invitation()); });
+    return verdict(thrown && thrown->code == ErrorCode::kUnsupported ? "" : text_of(thrown));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(DomainsSurvivalTest, AStormOfDeaths) {
+  StormCount count;
+  for (uint64_t seed = 1; count.lost() < 30; ++seed) {
+    const StormCount storm = run_storm(seed, {.has_domains = true});
+    ASSERT_GT(storm.lost(), 0) << "seed " << seed;
+    ASSERT_EQ(storm.wrong + storm.hung, 0) << "seed " << seed;
+    count += storm;
+  }
+  EXPECT_GT(count.killed, 0);
+  EXPECT_GT(count.left, 0);
+}
+
+}  // namespace
+}  // namespace weft::test
