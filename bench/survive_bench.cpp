@@ -146,7 +146,7 @@ Json measure_deaths(int num_deaths, uint64_t seed) {
 
 // What the ranks of one readmission tell each other: nanoseconds of the clock, 0 for none.
 struct Return {
-  std::array<char, 256> invitation = {};
+  std::array<char, 2048> invitation = {};
   std::atomic<bool> is_invited = false;
   std::atomic<int64_t> begin = 0;                          // the new process calls rejoin
   std::array<std::atomic<int64_t>, kDeathRanks> end = {};  // the first call with it

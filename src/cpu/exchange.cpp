@@ -76,6 +76,8 @@ CpuExchange::CpuExchange(
   transport_ = make_(
       settings_.transport, group, signals_.size(), {.timeout = settings_.timeout, .device = gpu}
   );
+  const bool has_kind = settings_.transport.starts_with(fmt::format("{}:", transport_->name()));
+  transport_name_ = has_kind ? settings_.transport : std::string(transport_->name());
   settings_.transport = transport_->name();
   context_.transport = settings_.transport;
   if (settings_.on_peer_loss == PeerLoss::kShrink) {

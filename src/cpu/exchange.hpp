@@ -146,6 +146,7 @@ class CpuExchange : public Executor {
   SignalMap signals_;
   std::vector<uint64_t> settled_;
   TransportMaker make_;
+  std::string transport_name_;              // by which it is made again
   std::unique_ptr<Survival> survival_;      // null: PeerLoss::kFail
   std::map<uint64_t, PlanData> surviving_;  // by the call that made them, of older members' plans
   uint64_t first_plan_ = 0;   // plans of earlier calls are unknown to a rank that joined again

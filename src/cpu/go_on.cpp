@@ -102,7 +102,7 @@ void CpuExchange::reconnect(uint64_t num_calls) {
   staging_ = {};
   set_sizes(met.sizes.max_tokens, static_cast<int>(met.sizes.max_topk));
   transport_ = make_(
-      settings_.transport,
+      transport_name_,
       group,
       signals_.size(),
       {.timeout = settings_.timeout, .members = survival_->members()}
@@ -137,7 +137,8 @@ void CpuExchange::reconnect_at_last(uint64_t num_calls) {
 }
 
 void CpuExchange::rejoin(const Group& group, const Invitation& invitation) {
-  settings_.transport = invitation.transport.data();
+  transport_name_ = invitation.transport;
+  settings_.transport = transport_name_.substr(0, transport_name_.find(':'));
   context_.transport = settings_.transport;
   survival_ = std::make_unique<Survival>(group, context_, settings_.timeout);
   workers_ = std::make_unique<WorkerPool>(settings_.num_threads);
@@ -191,7 +192,7 @@ bool CpuExchange::grow(int64_t max_tokens, int max_topk) {
 }
 
 std::string CpuExchange::invitation() const {
-  return survival_ ? survival_->invitation() : Executor::invitation();
+  return survival_ ? survival_->invitation(transport_name_) : Executor::invitation();
 }
 
 const PlanData& CpuExchange::surviving(const Plan& plan) {

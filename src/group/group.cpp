@@ -97,10 +97,21 @@ Group part_of(const Group& group, const std::vector<int>& members) {
 }
 
 Group Group::rejoin(int rank, std::string_view invitation) {
-  const Invitation invited = Invitation::from_text(invitation);
+  Invitation invited = Invitation::from_text(invitation);
   check_place("rejoin", rank, invited.num_ranks);
-  std::vector<int> ranks(static_cast<size_t>(invited.num_ranks));
-  std::iota(ranks.begin(), ranks.end(), 0);
+  Topology& topology = invited.topology;
+  const auto at = static_cast<size_t>(rank);
+  const bool is_alone = topology.domains[static_cast<size_t>(topology.domain_of[at])].size() == 1;
+  WEFT_CHECK(
+      (Context{rank, invited.num_ranks, {}}),
+      is_alone || topology.host_of[at] == this_host(),
+      ErrorCode::kUnsupported,
+      "rejoin: this process is on host {}, and rank {} shared memory with others on host {}",
+      this_host(),
+      rank,
+      topology.host_of[at]
+  );
+  topology.host_of[at] = this_host();
   const AllGather none = [rank, num_ranks = invited.num_ranks](auto) -> std::vector<Bytes> {
     WEFT_RAISE(
         (Context{rank, num_ranks, {}}),
@@ -112,9 +123,7 @@ Group Group::rejoin(int rank, std::string_view invitation) {
       .rank = rank,
       .num_ranks = invited.num_ranks,
       .all_gather = none,
-      .topology = make_topology(
-          {ranks}, std::vector<std::string>(ranks.size(), this_host()), invited.one_process != 0
-      ),
+      .topology = topology,
       .invitation = invited}));
 }
 

@@ -2,45 +2,105 @@
 #include "group/invitation.hpp"
 
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 #include <charconv>
-#include <cstring>
-#include <type_traits>
+#include <vector>
 
 #include "group/control_plane.hpp"
+#include "group/topology.hpp"
 
 namespace weft {
 namespace {
 
 constexpr std::string_view kBegin = "weft-";
 
-static_assert(std::is_trivially_copyable_v<Invitation>);
+nlohmann::json json_of(const Invitation& invitation) {
+  const Topology& topology = invitation.topology;
+  return {
+      {"version", kProtocolVersion},
+      {"ranks", invitation.num_ranks},
+      {"domains", topology.domains},
+      {"hosts", topology.host_of},
+      {"threads", topology.one_process},
+      {"transport", invitation.transport},
+      {"cookie", invitation.cookie},
+      {"address", invitation.address},
+      {"port", invitation.port},
+      {"token", invitation.token}};
+}
+
+// Every rank once, and a host for each.
+bool is_whole(const Invitation& invitation) {
+  const Topology& topology = invitation.topology;
+  const auto num_ranks = static_cast<size_t>(invitation.num_ranks);
+  std::vector<bool> is_there(num_ranks);
+  size_t num_there = 0;
+  for (const std::vector<int>& domain : topology.domains) {
+    for (const int rank : domain) {
+      if (rank < 0 || rank >= invitation.num_ranks || is_there[static_cast<size_t>(rank)]) {
+        return false;
+      }
+      is_there[static_cast<size_t>(rank)] = true;
+      ++num_there;
+    }
+  }
+  return num_there == num_ranks && topology.host_of.size() == num_ranks;
+}
+
+// Nothing if it is none of this version.
+std::optional<Invitation> invitation_in(const std::vector<uint8_t>& bytes) {
+  try {
+    const nlohmann::json json = nlohmann::json::from_cbor(bytes);
+    Invitation invitation;
+    invitation.num_ranks = json.at("ranks");
+    const bool may_be = json.at("version") == kProtocolVersion && invitation.num_ranks > 0 &&
+                        invitation.num_ranks <= kMaxRanks;
+    if (!may_be) {
+      return std::nullopt;
+    }
+    invitation.topology.domains = json.at("domains");
+    invitation.topology.host_of = json.at("hosts");
+    invitation.topology.one_process = json.at("threads");
+    invitation.transport = json.at("transport");
+    invitation.cookie = json.at("cookie");
+    invitation.address = json.at("address");
+    invitation.port = json.at("port");
+    invitation.token = json.at("token");
+    if (!is_whole(invitation)) {
+      return std::nullopt;
+    }
+    invitation.topology = make_topology(
+        invitation.topology.domains, invitation.topology.host_of, invitation.topology.one_process
+    );
+    return invitation;
+  } catch (const nlohmann::json::exception&) {
+    return std::nullopt;
+  }
+}
 
 }  // namespace
 
 std::string Invitation::text() const {
-  std::array<uint8_t, sizeof(Invitation)> bytes = {};
-  std::memcpy(bytes.data(), this, sizeof(Invitation));
-  return fmt::format("{}{:02x}", kBegin, fmt::join(bytes, ""));
+  return fmt::format("{}{:02x}", kBegin, fmt::join(nlohmann::json::to_cbor(json_of(*this)), ""));
 }
 
 Invitation Invitation::from_text(std::string_view text) {
-  std::array<uint8_t, sizeof(Invitation)> bytes = {};
-  bool is_right = text.size() == kBegin.size() + 2 * bytes.size() && text.starts_with(kBegin);
+  const bool may_be = text.starts_with(kBegin) && (text.size() - kBegin.size()) % 2 == 0;
+  std::vector<uint8_t> bytes(may_be ? (text.size() - kBegin.size()) / 2 : 0);
+  bool is_right = may_be;
   for (size_t i = 0; is_right && i < bytes.size(); ++i) {
     const char* const digits = text.data() + kBegin.size() + 2 * i;
     is_right = std::from_chars(digits, digits + 2, bytes[i], 16).ptr == digits + 2;
   }
-  Invitation invitation;
-  std::memcpy(&invitation, bytes.data(), sizeof invitation);
+  std::optional<Invitation> invitation = is_right ? invitation_in(bytes) : std::nullopt;
   WEFT_CHECK_ARG(
       Context{},
-      is_right && invitation.version == kProtocolVersion && invitation.num_ranks > 0 &&
-          invitation.num_ranks <= kMaxRanks && invitation.transport.back() == 0,
+      invitation.has_value(),
       "rejoin: \"{}\" is no invitation of this version of Weft (Exchange::invitation() makes one)",
       text.substr(0, 80)
   );
-  return invitation;
+  return *std::move(invitation);
 }
 
 }  // namespace weft

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a process has to know to take the place of a rank that was lost: where the memory is by
-// which the ranks of an exchange know of each other's life (survive/roll.hpp).
+// What a process has to know to take the place of a rank that was lost: how it reaches the others,
+// and which ranks share memory.
 #pragma once
 
 #include <array>
@@ -13,13 +13,17 @@
 
 namespace weft {
 
-// Trivially copyable.
 struct Invitation {
-  uint32_t version = 0;  // kProtocolVersion
-  int32_t num_ranks = 0;
-  int32_t one_process = 0;
-  std::array<char, 12> transport = {};  // its name, ended by a zero
-  std::array<uint64_t, 2> cookie = {};  // of that memory
+  int num_ranks = 0;
+  Topology topology;
+  std::string transport;  // as make_transport() has it, or "peer"
+  // Where ranks share memory: of that by which they know of each other's life
+  // (survive/shared_roll.hpp).
+  std::array<uint64_t, 2> cookie = {};
+  // Where they do not: of the rank that invites (survive/links.hpp).
+  std::string address = {};
+  int port = 0;
+  std::array<uint64_t, 4> token = {};
 
   [[nodiscard]] std::string text() const;
   // Throws Error (kInvalidArgument) for what is no text of this version.

@@ -13,9 +13,9 @@ bool is_end(Wish wish) {
 
 }  // namespace
 
-Ballots::Ballots(int rank, Agreed first)
+Ballots::Ballots(int rank, uint64_t life, Agreed first)
     : rank_(rank),
-      life_(first.members.lives[static_cast<size_t>(rank)]),
+      life_(life),
       agreed_(std::move(first)),
       arrivals_(agreed_.members.lives.size()),
       votes_(agreed_.members.lives.size()) {}
@@ -23,6 +23,14 @@ Ballots::Ballots(int rank, Agreed first)
 const Vote* Ballots::vote_of(int rank) const {
   const std::optional<Vote>& vote = votes_[static_cast<size_t>(rank)];
   return vote ? &*vote : nullptr;
+}
+
+bool Ballots::is_in() const {
+  return is_among(agreed_.members);
+}
+
+bool Ballots::is_among(const Roll::Members& members) const {
+  return members.has(rank_) && members.lives[static_cast<size_t>(rank_)] == life_;
 }
 
 bool Ballots::leaves_out(int rank) const {
@@ -55,7 +63,7 @@ void Ballots::arrive(int rank, uint64_t epoch, uint64_t call) {
 }
 
 Ballots::News Ballots::vote(const std::vector<Wish>& wishes) {
-  if (is_out_) {
+  if (is_out_ || !is_in()) {
     return {};
   }
   const Vote* before = own_vote();
@@ -89,18 +97,18 @@ Ballots::News Ballots::hear(int rank, const Agreed& agreed) {
   if (!is_sound || is_out_ || next.epoch < agreed_.members.epoch) {
     return {};
   }
-  const bool has_this = next.has(rank_) && next.lives[static_cast<size_t>(rank_)] == life_;
   const bool is_later = next.epoch > agreed_.members.epoch;
-  if (!has_this && (is_later || next.ranks != agreed_.members.ranks)) {
+  const bool was_in = is_in();
+  if (was_in && !is_among(next) && (is_later || next.ranks != agreed_.members.ranks)) {
     is_out_ = true;  // whoever says so: others have agreed on that
     take(agreed);
     return {};
   }
-  if (!has_this || !is_later || leaves_out(rank)) {
+  if (!is_later || (was_in && leaves_out(rank))) {
     return {};
   }
   take(agreed);
-  return {.is_agreed = true};
+  return {.is_agreed = was_in};
 }
 
 bool Ballots::decide() {

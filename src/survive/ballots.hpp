@@ -17,6 +17,9 @@
 // silent, and may only be out of reach, beyond a cut link, with others who think the same of the
 // ranks here. So a silent rank is left out only if more than half of the members stay: two such
 // sets would have a rank in common.
+//
+// A new process in the place of a lost rank is let in by votes, too. It tells nobody of the members
+// that it is one of: who had voted for others would not take them from who has told it.
 #pragma once
 
 #include <cstdint>
@@ -54,12 +57,15 @@ class Ballots {
     bool is_agreed = false;
   };
 
-  Ballots(int rank, Agreed first);
+  // `life`: of this rank, which may be none of the members yet.
+  Ballots(int rank, uint64_t life, Agreed first);
 
   [[nodiscard]] const Agreed& agreed() const { return agreed_; }
   // Null: it has not voted in this epoch.
   [[nodiscard]] const Vote* own_vote() const { return vote_of(rank_); }
-  // It has been left out by the others.
+  // It is a member.
+  [[nodiscard]] bool is_in() const;
+  // It was one, and the others have left it out.
   [[nodiscard]] bool is_out() const { return is_out_; }
   [[nodiscard]] bool has_arrived(int rank, uint64_t epoch, uint64_t call) const;
   // This rank has voted for members with `rank`, which has not voted for the same yet.
@@ -79,6 +85,7 @@ class Ballots {
     uint64_t call = 0;
   };
 
+  [[nodiscard]] bool is_among(const Roll::Members& members) const;
   [[nodiscard]] const Vote* vote_of(int rank) const;
   // This rank's vote leaves it out.
   [[nodiscard]] bool leaves_out(int rank) const;

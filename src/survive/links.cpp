@@ -2,7 +2,6 @@
 #include "survive/links.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <set>
@@ -12,32 +11,15 @@
 
 #include "core/env.hpp"
 #include "group/agree.hpp"
-#include "group/control_plane.hpp"
-#include "group/tcp/handshake.hpp"
 #include "group/tcp/local_address.hpp"
-#include "group/topology.hpp"
 
 namespace weft {
 namespace {
 
 // Who connects and says nothing is none of the ranks.
 constexpr auto kPatience = std::chrono::seconds(2);
-
-// Where a rank can be reached.
-struct Card {
-  std::array<char, 64> address = {};
-  int32_t port = 0;
-  std::array<uint64_t, 4> token = {};  // rank 0's counts
-  ProcessPlace place;
-};
-
-// The first bytes on a connection.
-struct Introduction {
-  Magic magic = kMagic;
-  uint32_t version = kProtocolVersion;
-  int32_t rank = 0;
-  std::array<uint64_t, 4> token = {};
-};
+// Of a connection that others have to wait for meanwhile.
+constexpr auto kQuick = std::chrono::milliseconds(500);
 
 std::string own_address(const Group& group) {
   const auto& hosts = group.topology().host_of;
@@ -52,97 +34,262 @@ std::string own_address(const Group& group) {
   return local_address(wanted);
 }
 
+Socket connect_to_card(
+    const std::string& address, int port, const Deadline& deadline, const Context& context
+) {
+  return connect_to(resolve(address, port, context).front(), deadline);
+}
+
+template <class T>
+std::span<const std::byte> bytes_of(const T& value) {
+  return std::as_bytes(std::span(&value, 1));
+}
+
 }  // namespace
 
 Links::Links(const Group& group, std::chrono::milliseconds timeout)
     : context_(context_of(group)),
-      token_(random_value<std::array<uint64_t, 4>>()),
-      links_(static_cast<size_t>(group.num_ranks())) {
+      token_(random_value<Token>()),
+      links_(static_cast<size_t>(group.num_ranks())),
+      next_(links_.size()) {
   const Deadline deadline(timeout);
-  Card card = {.token = token_, .place = this_place()};
-  agree(group, [&] {
-    event_ = Descriptor(
-        WEFT_SYS(context_, ErrorCode::kNotAvailable, ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
-    );
-    const std::string address = own_address(group);
-    listener_ = listen_on(address, 0, context_);
-    address.copy(card.address.data(), card.address.size() - 1);
-    card.port = port_of(listener_);
-  });
-  const std::vector<Bytes> cards = group.all_gather(std::as_bytes(std::span(&card, 1)));
-  agree(group, [&] { connect(group, cards, deadline); });
-  listener_.close();
+  agree(group, [&] { open_listener(group); });
+  token_ = gather_values(group, token_).front();
+  const std::vector<Bytes> cards = group.all_gather(bytes_of(own_card_));
+  agree(group, [&] { connect_all(group, cards, deadline); });
 }
 
-// The kernel takes connections before anybody accepts them: all ranks connect first.
-void Links::connect(const Group& group, std::span<const Bytes> cards, const Deadline& deadline) {
-  const ProcessPlace here = this_place();
+Links::Links(const Group& group, const Token& token)
+    : context_(context_of(group)),
+      token_(token),
+      links_(static_cast<size_t>(group.num_ranks())),
+      next_(links_.size()) {
+  open_listener(group);
+}
+
+void Links::open_listener(const Group& group) {
+  event_ = Descriptor(
+      WEFT_SYS(context_, ErrorCode::kNotAvailable, ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
+  );
+  const std::string address = own_address(group);
+  listener_ = listen_on(address, 0, context_);
+  address.copy(own_card_.address.data(), own_card_.address.size() - 1);
+  own_card_.port = port_of(listener_);
+  own_card_.place = this_place();
+}
+
+// The kernel takes connections before anybody accepts them, so all ranks connect first.
+void Links::connect_all(
+    const Group& group, std::span<const Bytes> cards, const Deadline& deadline
+) {
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
     const auto at = static_cast<size_t>(rank);
-    const auto card = block_value<Card>(cards[at], at, context_);
-    token_ = rank == 0 ? card.token : token_;
-    const bool is_of_host = group.topology().host_of[at] == this_host();
-    if (is_of_host && card.place.shares_pids(here) && card.place.pid != here.pid) {
-      links_[at].watch = ProcessWatch(static_cast<int32_t>(card.place.pid));
+    Link& link = links_[at];
+    link.card = block_value<Card>(cards[at], at, context_);
+    link.is_awaited = rank != context_.rank;
+    if (rank < context_.rank) {
+      link.socket = connect(link.card, deadline);
+      WEFT_CHECK(
+          context_.without(rank),
+          link.socket.is_open(),
+          ErrorCode::kNotAvailable,
+          "survive: rank {} cannot be reached at {} ({})",
+          rank,
+          endpoint_text(link.card.address.data(), link.card.port),
+          std::strerror(errno)
+      );
+      link.is_awaited = false;
     }
-    if (rank >= context_.rank) {
-      continue;
+    if (group.topology().host_of[at] == this_host()) {
+      watch(link);
     }
-    const std::string address = card.address.data();
-    links_[at].socket = connect_to(resolve(address, card.port, context_).front(), deadline);
-    WEFT_CHECK(
-        context_.without(rank),
-        links_[at].socket.is_open(),
-        ErrorCode::kNotAvailable,
-        "survive: rank {} cannot be reached at {} ({})",
-        rank,
-        endpoint_text(address, card.port),
-        std::strerror(errno)
-    );
-    const Introduction own = {.rank = context_.rank, .token = token_};
-    static_cast<void>(send_all(links_[at].socket, std::as_bytes(std::span(&own, 1)), deadline));
   }
-  accept_higher(deadline);
-}
-
-void Links::accept_higher(const Deadline& deadline) {
-  for (int num_missing = context_.num_ranks - 1 - context_.rank; num_missing > 0;) {
+  const auto is_awaited = [](const Link& link) { return link.is_awaited; };
+  const Events nobody_asks = {.on_frame = {}, .on_question = [] { return Bytes(); }};
+  while (std::ranges::any_of(links_, is_awaited)) {
+    std::vector<pollfd> entries = {{.fd = listener_.get(), .events = POLLIN, .revents = 0}};
+    for (const Guest& guest : guests_) {
+      entries.push_back({.fd = guest.socket.get(), .events = POLLIN, .revents = 0});
+    }
+    ::poll(entries.data(), entries.size(), static_cast<int>(deadline.left().count()));
+    let_in();
+    for (Guest& guest : guests_) {
+      seat(guest, nobody_asks);
+    }
+    std::erase_if(guests_, [](const Guest& guest) { return !guest.socket.is_open(); });
     WEFT_CHECK(
         context_,
-        wait_readable(listener_, deadline),
+        !deadline.has_passed(),
         ErrorCode::kTimeout,
-        "survive: {} ranks have not connected",
-        num_missing
+        "survive: {} ranks have not connected in time",
+        std::ranges::count_if(links_, is_awaited)
     );
+  }
+}
+
+Socket Links::connect(const Card& card, const Deadline& deadline) const {
+  Socket socket = connect_to_card(card.address.data(), card.port, deadline, context_);
+  const Introduction own = {
+      .rank = context_.rank, .life = own_life_, .token = token_, .card = own_card_};
+  if (socket.is_open() && send_all(socket, bytes_of(own), deadline) != IoState::kDone) {
+    socket.close();
+  }
+  return socket;
+}
+
+void Links::join(
+    uint64_t life,
+    std::span<const int> ranks,
+    std::span<const uint64_t> lives,
+    std::span<const Card> cards,
+    const Deadline& deadline
+) {
+  own_life_ = life;
+  for (size_t at = 0; at < links_.size(); ++at) {
+    links_[at].life = lives[at];
+    links_[at].card = cards[at];
+  }
+  for (const int rank : ranks) {
+    const auto at = static_cast<size_t>(rank);
+    links_[at].socket = connect(cards[at], deadline);
+    watch(links_[at]);
+  }
+}
+
+Bytes Links::ask(
+    const std::string& address,
+    int port,
+    const Token& token,
+    const Deadline& deadline,
+    const Context& context
+) {
+  const Socket socket = connect_to_card(address, port, deadline, context);
+  WEFT_CHECK(
+      context,
+      socket.is_open(),
+      ErrorCode::kNotAvailable,
+      "rejoin: nobody is at {} ({}); ask a rank that is left for an invitation",
+      endpoint_text(address, port),
+      std::strerror(errno)
+  );
+  const Introduction question = {.rank = -1, .token = token, .card = {}};
+  Frame answer;
+  const bool is_answered = send_all(socket, bytes_of(question), deadline) == IoState::kDone &&
+                           receive_frame(socket, answer, deadline) == IoState::kDone;
+  WEFT_CHECK(
+      context,
+      is_answered,
+      ErrorCode::kTimeout,
+      "rejoin: no answer from {}",
+      endpoint_text(address, port)
+  );
+  return std::move(answer.payload);
+}
+
+// Threads of this process end with it.
+void Links::watch(Link& link) const {
+  const ProcessPlace here = this_place();
+  if (!link.card.place.shares_pids(here) || link.card.place.pid == here.pid) {
+    return;
+  }
+  try {
+    link.watch = ProcessWatch(static_cast<int32_t>(link.card.place.pid));
+  } catch (const Error&) {  // its connection will tell
+  }
+}
+
+std::vector<Links::Card> Links::cards() const {
+  std::vector<Card> cards;
+  std::ranges::transform(links_, std::back_inserter(cards), &Link::card);
+  cards[static_cast<size_t>(context_.rank)] = own_card_;
+  return cards;
+}
+
+void Links::take(int rank, uint64_t life, const Card& card, bool connects) {
+  Link& link = links_[static_cast<size_t>(rank)];
+  Link& next = next_[static_cast<size_t>(rank)];
+  if (next.life == life && next.socket.is_open()) {
+    link = std::exchange(next, {});
+    return;
+  }
+  link = {};
+  link.life = life;
+  link.card = card;
+  link.is_awaited = true;
+  watch(link);
+  if (connects) {
+    link.socket = connect(card, Deadline(kQuick));
+    link.is_awaited = !link.socket.is_open();
+  }
+}
+
+void Links::let_in() {
+  for (;;) {
     std::string host;
     Socket socket = accept_from(listener_, host);
-    Introduction theirs;
-    if (!socket.is_open() ||
-        receive_all(socket, std::as_writable_bytes(std::span(&theirs, 1)), Deadline(kPatience)) !=
-            IoState::kDone) {
-      continue;
+    if (!socket.is_open()) {
+      return;
     }
-    const bool is_rank = theirs.magic == kMagic && theirs.version == kProtocolVersion &&
-                         theirs.token == token_ && theirs.rank > context_.rank &&
-                         theirs.rank < context_.num_ranks;
-    if (is_rank && !links_[static_cast<size_t>(theirs.rank)].socket.is_open()) {
-      links_[static_cast<size_t>(theirs.rank)].socket = std::move(socket);
-      --num_missing;
-    }
+    guests_.push_back(
+        {.socket = std::move(socket), .said = {}, .done = 0, .deadline = Deadline(kPatience)}
+    );
+  }
+}
+
+void Links::seat(Guest& guest, const Events& events) {
+  const auto bytes = std::as_writable_bytes(std::span(&guest.said, 1));
+  const IoState state = receive_some(guest.socket, bytes, guest.done);
+  if (state == IoState::kMore && !guest.deadline.has_passed()) {
+    return;
+  }
+  Socket socket = std::move(guest.socket);
+  const Introduction& said = guest.said;
+  const bool is_known = state == IoState::kDone && said.magic == kMagic &&
+                        said.version == kProtocolVersion && said.token == token_;
+  if (!is_known) {
+    return;
+  }
+  if (said.rank == -1) {
+    const Bytes answer = events.on_question();
+    static_cast<void>(send_frame(socket, FrameKind::kAgreed, answer, Deadline(kQuick)));
+    return;
+  }
+  if (said.rank < 0 || said.rank >= context_.num_ranks || said.rank == context_.rank) {
+    return;
+  }
+  Link& link = links_[static_cast<size_t>(said.rank)];
+  if (said.life == link.life && link.is_awaited) {
+    link.socket = std::move(socket);
+    link.is_awaited = false;
+    push(link);
+  } else if (said.life == link.life + 1) {
+    Link& next = next_[static_cast<size_t>(said.rank)];
+    next = {};
+    next.life = said.life;
+    next.card = said.card;
+    next.socket = std::move(socket);
+    watch(next);
   }
 }
 
 void Links::send(int rank, FrameKind kind, std::span<const std::byte> payload) {
-  Link& link = links_[static_cast<size_t>(rank)];
-  if (!link.socket.is_open()) {
+  queue(links_[static_cast<size_t>(rank)], kind, payload);
+}
+
+void Links::send_next(int rank, FrameKind kind, std::span<const std::byte> payload) {
+  queue(next_[static_cast<size_t>(rank)], kind, payload);
+}
+
+void Links::queue(Link& link, FrameKind kind, std::span<const std::byte> payload) {
+  if (!link.socket.is_open() && !link.is_awaited) {
     return;
   }
   const bool was_empty = link.unsent.empty();
   const FrameHeader header = {.kind = kind, .code = 0, .bytes = payload.size()};
-  const auto bytes = std::as_bytes(std::span(&header, 1));
+  const auto bytes = bytes_of(header);
   link.unsent.insert(link.unsent.end(), bytes.begin(), bytes.end());
   link.unsent.insert(link.unsent.end(), payload.begin(), payload.end());
-  if (was_empty) {
+  if (was_empty && link.socket.is_open()) {
     push(link);
     if (!link.unsent.empty()) {
       wake();
@@ -182,14 +329,25 @@ bool Links::has_ended(int rank) const {
   return link.has_ended || !link.watch.is_alive();
 }
 
+bool Links::has_next(int rank) const {
+  const Link& next = next_[static_cast<size_t>(rank)];
+  return next.socket.is_open() && !next.has_ended && next.watch.is_alive();
+}
+
 std::vector<pollfd> Links::wanted() const {
   std::vector<pollfd> entries = {{.fd = event_.get(), .events = POLLIN, .revents = 0}};
-  for (const Link& link : links_) {
-    if (link.socket.is_open()) {
-      const int events = POLLIN | (link.unsent.empty() ? 0 : POLLOUT);
-      entries.push_back(
-          {.fd = link.socket.get(), .events = static_cast<short>(events), .revents = 0}
-      );
+  entries.push_back({.fd = listener_.get(), .events = POLLIN, .revents = 0});
+  for (const Guest& guest : guests_) {
+    entries.push_back({.fd = guest.socket.get(), .events = POLLIN, .revents = 0});
+  }
+  for (const std::vector<Link>* links : {&links_, &next_}) {
+    for (const Link& link : *links) {
+      if (link.socket.is_open()) {
+        const int events = POLLIN | (link.unsent.empty() ? 0 : POLLOUT);
+        entries.push_back(
+            {.fd = link.socket.get(), .events = static_cast<short>(events), .revents = 0}
+        );
+      }
     }
   }
   return entries;
@@ -199,32 +357,38 @@ void Links::wake() const {
   static_cast<void>(::eventfd_write(event_.get(), 1));
 }
 
-void Links::end(Link& link, int error) {
-  link.has_ended = error == 0 || error == ECONNRESET || error == EPIPE;
-  link.unsent.clear();
-  link.socket.close();
+void Links::read(int rank, Link& link, const Events& events) {
+  if (!link.socket.is_open()) {
+    return;
+  }
+  push(link);
+  for (const uint64_t life = link.life; link.life == life && link.socket.is_open();) {
+    errno = 0;  // which a side that has closed leaves as it is
+    const IoState state = link.reader.read_some(link.socket);
+    if (state == IoState::kClosed) {
+      link.has_ended = errno == 0 || errno == ECONNRESET || errno == EPIPE;
+      link.unsent.clear();
+      link.socket.close();
+    }
+    if (state != IoState::kDone) {
+      return;
+    }
+    const Frame frame = link.reader.take();
+    events.on_frame(rank, life, frame);  // which may take the next life in
+  }
 }
 
-void Links::move(const std::function<void(int rank, const Frame& frame)>& on_frame) {
+void Links::move(const Events& events) {
   eventfd_t count = 0;
   static_cast<void>(::eventfd_read(event_.get(), &count));
+  let_in();
+  for (Guest& guest : guests_) {
+    seat(guest, events);
+  }
+  std::erase_if(guests_, [](const Guest& guest) { return !guest.socket.is_open(); });
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    Link& link = links_[static_cast<size_t>(rank)];
-    if (!link.socket.is_open()) {
-      continue;
-    }
-    push(link);
-    for (;;) {
-      errno = 0;  // which a side that has closed leaves as it is
-      const IoState state = link.reader.read_some(link.socket);
-      if (state == IoState::kClosed) {
-        end(link, errno);
-      }
-      if (state != IoState::kDone) {
-        break;
-      }
-      on_frame(rank, link.reader.take());
-    }
+    read(rank, links_[static_cast<size_t>(rank)], events);
+    read(rank, next_[static_cast<size_t>(rank)], events);
   }
 }
 

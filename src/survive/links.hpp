@@ -3,20 +3,28 @@
 // and ranks die: small messages, in order, that never make their sender wait. A connection that the
 // other side has closed proves that its process has ended; one that only falls silent proves
 // nothing.
+//
+// A rank that is lost may be followed by a new process in its place, its next life
+// (survive/roll.hpp). That connects to all ranks that are left, and its connections lie beside the
+// old ones until it is taken in.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <poll.h>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/check.hpp"
+#include "group/control_plane.hpp"
 #include "group/process_watch.hpp"
 #include "group/tcp/frame.hpp"
+#include "group/tcp/handshake.hpp"
 #include "group/tcp/socket.hpp"
+#include "group/topology.hpp"
 #include "weft/group.hpp"
 
 namespace weft {
@@ -24,45 +32,120 @@ namespace weft {
 // One thread at a time, but for wake().
 class Links {
  public:
+  using Token = std::array<uint64_t, 4>;  // which all ranks of these links know
+
+  // Where a rank can be reached. Trivially copyable.
+  struct Card {
+    std::array<char, 64> address = {};  // ended by a zero
+    int32_t port = 0;
+    ProcessPlace place;
+  };
+
   // Collective. Over 127.0.0.1 or, if the ranks are on several hosts, the network that
   // WEFT_FABRIC_ADDRESS names. Throws the same Error on every rank.
   Links(const Group& group, std::chrono::milliseconds timeout);
+  // Of the next life of a rank, with no connection yet. Throws Error (kNotAvailable).
+  Links(const Group& group, const Token& token);
+  // This rank, of such links, begins its life beside those that are left.
+  void join(
+      uint64_t life,
+      std::span<const int> ranks,
+      std::span<const uint64_t> lives,
+      std::span<const Card> cards,
+      const Deadline& deadline
+  );
+
+  [[nodiscard]] const Card& own_card() const { return own_card_; }
+  [[nodiscard]] const Token& token() const { return token_; }
+  // Of all ranks, by rank.
+  [[nodiscard]] std::vector<Card> cards() const;
 
   // What the connection does not take at once goes when it does. Nothing is sent to a rank whose
-  // connection has ended.
+  // connection has ended; what is sent to one that has yet to come waits.
   void send(int rank, FrameKind kind, std::span<const std::byte> payload);
+  // To the next life of a rank, if it has come.
+  void send_next(int rank, FrameKind kind, std::span<const std::byte> payload);
   // Something has not gone yet.
   [[nodiscard]] bool has_unsent() const;
   // The process has ended, as far as this host or the connection knows.
   [[nodiscard]] bool has_ended(int rank) const;
+  // The next life of a rank has come, and has not ended.
+  [[nodiscard]] bool has_next(int rank) const;
+
+  // The rank is in this life now. If there is no connection yet, this rank `connects` by the card,
+  // or the other one will.
+  void take(int rank, uint64_t life, const Card& card, bool connects);
 
   // For poll(), while other threads may send: when something comes, or can go that has not yet.
   [[nodiscard]] std::vector<pollfd> wanted() const;
   // Ends a poll() by `wanted()`. Any thread.
   void wake() const;
-  // Sends what has not gone, and tells what has come, from whom.
-  void move(const std::function<void(int rank, const Frame& frame)>& on_frame);
+  struct Events {
+    // What has come, from whom.
+    std::function<void(int rank, uint64_t life, const Frame& frame)> on_frame;
+    // A new process asks who there is: what it gets.
+    std::function<Bytes()> on_question;
+  };
+  // Sends what has not gone, lets in who comes, and tells what has come.
+  void move(const Events& events);
+
+  // What a rank of such links answers to a new process. Throws Error (kNotAvailable, kTimeout).
+  [[nodiscard]] static Bytes ask(
+      const std::string& address,
+      int port,
+      const Token& token,
+      const Deadline& deadline,
+      const Context& context
+  );
 
  private:
   struct Link {
+    uint64_t life = 0;
+    Card card;
     Socket socket;
     FrameReader reader;
     Bytes unsent;
-    ProcessWatch watch;  // of a process that this host can watch
+    ProcessWatch watch;       // of a process that this host can watch
+    bool is_awaited = false;  // it has not been there yet
     bool has_ended = false;
   };
+  // The first bytes on a connection.
+  struct Introduction {
+    Magic magic = kMagic;
+    uint32_t version = kProtocolVersion;
+    int32_t rank = 0;  // -1: it asks who there is
+    uint64_t life = 0;
+    Token token = {};
+    Card card;
+  };
+  // Who has connected and has not introduced itself yet.
+  struct Guest {
+    Socket socket;
+    Introduction said;
+    size_t done = 0;
+    Deadline deadline;
+  };
 
-  void connect(const Group& group, std::span<const Bytes> cards, const Deadline& deadline);
-  void accept_higher(const Deadline& deadline);
+  void open_listener(const Group& group);
+  void connect_all(const Group& group, std::span<const Bytes> cards, const Deadline& deadline);
+  [[nodiscard]] Socket connect(const Card& card, const Deadline& deadline) const;
+  void watch(Link& link) const;
+  void let_in();
+  // What it has said is whole: it is a rank, it asks, or it is a stranger.
+  void seat(Guest& guest, const Events& events);
+  void queue(Link& link, FrameKind kind, std::span<const std::byte> payload);
   void push(Link& link);
-  // The other side closed it, or it is broken.
-  void end(Link& link, int error);
+  void read(int rank, Link& link, const Events& events);
 
   Context context_;
-  std::array<uint64_t, 4> token_ = {};  // that all ranks of these links know
+  uint64_t own_life_ = 0;
+  Token token_;
+  Card own_card_;
   Socket listener_;
   Descriptor event_;
   std::vector<Link> links_;  // by rank; this rank's own stays closed
+  std::vector<Link> next_;   // by rank, of next lives
+  std::vector<Guest> guests_;
 };
 
 }  // namespace weft

@@ -18,6 +18,8 @@ constexpr auto kYield = std::chrono::milliseconds(250);
 // How often a rank that waits says that it does, at most.
 constexpr auto kBeatEvery = std::chrono::milliseconds(100);
 constexpr auto kClosePatience = std::chrono::seconds(1);
+// What a new process may say before a rank has heard that it is let in.
+constexpr size_t kMostFrames = 1024;
 
 // --- what travels ---
 
@@ -28,7 +30,9 @@ struct Number {
 };
 
 void append(Bytes& bytes, std::span<const std::byte> more) {
-  bytes.insert(bytes.end(), more.begin(), more.end());
+  const size_t begin = bytes.size();
+  bytes.resize(begin + more.size());
+  std::ranges::copy(more, bytes.begin() + static_cast<ptrdiff_t>(begin));
 }
 
 template <class T>
@@ -95,13 +99,78 @@ Agreed all_ranks(int num_ranks) {
 }  // namespace
 
 MessageRoll::MessageRoll(const Group& group, std::chrono::milliseconds timeout)
-    : context_(context_of(group)),
+    : MessageRoll(context_of(group), timeout, begin(group, timeout)) {}
+
+MessageRoll::MessageRoll(
+    const Group& group, const Invitation& invitation, std::chrono::milliseconds timeout
+)
+    : MessageRoll(context_of(group), timeout, join(group, invitation, timeout)) {}
+
+MessageRoll::MessageRoll(const Context& context, std::chrono::milliseconds timeout, Start start)
+    : context_(context),
       beat_every_(std::min<std::chrono::nanoseconds>(kBeatEvery, timeout / 8)),
-      links_(group, timeout),
-      ballots_(group.rank(), all_ranks(group.num_ranks())),
-      peers_(static_cast<size_t>(group.num_ranks())),
-      next_beat_(Clock::now()),
-      thread_([this] { run(); }) {}
+      life_(start.life),
+      links_(std::move(start.links)),
+      ballots_(context.rank, start.life, start.agreed),
+      peers_(static_cast<size_t>(context.num_ranks)),
+      lives_(std::move(start.agreed.members.lives)),
+      next_beat_(Clock::now()) {
+  lives_[static_cast<size_t>(context.rank)] = life_;
+  ring();
+  thread_ = std::thread([this] { run(); });
+}
+
+MessageRoll::Start MessageRoll::begin(const Group& group, std::chrono::milliseconds timeout) {
+  return {.links = Links(group, timeout), .life = 0, .agreed = all_ranks(group.num_ranks())};
+}
+
+MessageRoll::Welcome MessageRoll::welcome_in(const Bytes& answer, const Context& context) {
+  const auto num_ranks = static_cast<size_t>(context.num_ranks);
+  const size_t agreed_bytes = sizeof(Number) + num_ranks * sizeof(uint64_t);
+  WEFT_CHECK(
+      context,
+      answer.size() == agreed_bytes + num_ranks * sizeof(Links::Card),
+      ErrorCode::kPeerFailed,
+      "rejoin: an answer of {} B is none of {} ranks",
+      answer.size(),
+      num_ranks
+  );
+  const std::span<const std::byte> bytes = answer;
+  Number number;
+  std::memcpy(&number, bytes.data(), sizeof number);
+  return {
+      .agreed = agreed_of(number, bytes.first(agreed_bytes).subspan(sizeof number)),
+      .cards = values_of<Links::Card>(bytes.subspan(agreed_bytes))};
+}
+
+MessageRoll::Start MessageRoll::join(
+    const Group& group, const Invitation& invitation, std::chrono::milliseconds timeout
+) {
+  const Context context = context_of(group);
+  const Deadline deadline(timeout);
+  Welcome welcome;
+  for (;;) {
+    const Bytes answer =
+        Links::ask(invitation.address, invitation.port, invitation.token, deadline, context);
+    welcome = welcome_in(answer, context);
+    if (!welcome.agreed.members.has(context.rank)) {
+      break;
+    }
+    WEFT_CHECK(
+        context,
+        !deadline.has_passed(),
+        ErrorCode::kTimeout,
+        "rejoin: rank {} is not lost to the others",
+        context.rank
+    );
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  const Members& members = welcome.agreed.members;
+  const uint64_t life = members.lives[static_cast<size_t>(context.rank)] + 1;
+  Start start = {.links = Links(group, invitation.token), .life = life, .agreed = welcome.agreed};
+  start.links.join(life, members.ranks, members.lives, welcome.cards, deadline);
+  return start;
+}
 
 MessageRoll::~MessageRoll() {
   leave();
@@ -130,13 +199,33 @@ void MessageRoll::run() {
     const auto most = std::chrono::duration_cast<std::chrono::milliseconds>(beat_every_);
     ::poll(wanted.data(), wanted.size(), std::max(1, static_cast<int>(most.count())));
     const std::lock_guard lock(mutex_);
-    links_.move([this](int rank, const Frame& frame) { hear(rank, frame); });
+    links_.move(
+        {.on_frame =
+             [this](int rank, uint64_t life, const Frame& frame) { hear(rank, life, frame); },
+         .on_question = [this] { return welcome(); }}
+    );
     tell_beats();
     ring();
   }
 }
 
-void MessageRoll::hear(int rank, const Frame& frame) {
+// A rank that is let in may say something before this one has heard that it is.
+void MessageRoll::hear(int rank, uint64_t life, const Frame& frame) {
+  Peer& one = peer(rank);
+  const uint64_t now = lives_[static_cast<size_t>(rank)];
+  if (life == now) {
+    hear_member(rank, frame);
+  } else if (life == now + 1 && frame.header.kind == FrameKind::kAsk) {
+    one.next_asks = true;
+    one.next_frames.clear();
+  } else if (life == now + 1 && frame.header.kind == FrameKind::kLeft) {
+    one.next_asks = false;
+  } else if (life == now + 1 && one.next_frames.size() < kMostFrames) {
+    one.next_frames.push_back(frame);
+  }
+}
+
+void MessageRoll::hear_member(int rank, const Frame& frame) {
   const std::span<const std::byte> payload = frame.payload;
   if (frame.header.kind == FrameKind::kLeft) {
     peer(rank).has_left = true;
@@ -158,15 +247,20 @@ void MessageRoll::hear(int rank, const Frame& frame) {
       return;
     case FrameKind::kVote: {
       const Vote vote = vote_of(number, rest);
-      for (size_t other = 0; other < std::min(vote.wishes.size(), peers_.size()); ++other) {
+      const bool is_of_now = vote.epoch == ballots_.agreed().members.epoch;  // of these lives
+      for (size_t other = 0; is_of_now && other < std::min(vote.wishes.size(), peers_.size());
+           ++other) {
         peers_[other].has_died = peers_[other].has_died || vote.wishes[other] == Wish::kGone;
       }
       tell(ballots_.hear(rank, vote));
       return;
     }
-    case FrameKind::kAgreed:
-      tell(ballots_.hear(rank, agreed_of(number, rest)));
+    case FrameKind::kAgreed: {
+      const size_t bytes = std::min(rest.size(), peers_.size() * sizeof(uint64_t));
+      offered_ = values_of<Links::Card>(rest.subspan(bytes));
+      tell(ballots_.hear(rank, agreed_of(number, rest.first(bytes))));
       return;
+    }
     case FrameKind::kMail: {
       std::map<MailNumber, Bytes>& mail = peer(rank).mail;
       mail[{number.epoch, number.of}] = Bytes(rest.begin(), rest.end());
@@ -190,10 +284,12 @@ void MessageRoll::tell_beats() {
   }
 }
 
+// New processes hear of all, too: they may be members by then.
 void MessageRoll::tell_all(FrameKind kind, std::span<const std::byte> payload) {
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
     if (rank != context_.rank) {
       links_.send(rank, kind, payload);
+      links_.send_next(rank, kind, payload);
     }
   }
 }
@@ -206,8 +302,42 @@ void MessageRoll::tell(const Ballots::News& news) {
     for (Peer& one : peers_) {
       one.silent_since.reset();
     }
-    tell_all(FrameKind::kAgreed, encode(ballots_.agreed()));
   }
+  take_lives();
+  if (news.is_agreed) {
+    tell_all(FrameKind::kAgreed, welcome());
+  }
+}
+
+void MessageRoll::take_lives() {
+  std::vector<std::pair<int, std::vector<Frame>>> said;
+  const std::vector<uint64_t>& lives = ballots_.agreed().members.lives;
+  for (int rank = 0; rank < context_.num_ranks && !ballots_.is_out(); ++rank) {
+    const auto at = static_cast<size_t>(rank);
+    if (rank == context_.rank || lives_[at] == lives[at]) {
+      continue;
+    }
+    lives_[at] = lives[at];
+    const bool connects = rank < context_.rank || !ballots_.is_in();
+    links_.take(rank, lives[at], at < offered_.size() ? offered_[at] : Links::Card(), connects);
+    if (!ballots_.is_in() && is_asking_) {
+      links_.send(rank, FrameKind::kAsk, {});
+    }
+    said.emplace_back(rank, std::move(peers_[at].next_frames));
+    peers_[at] = {};
+  }
+  for (const auto& [rank, frames] : said) {
+    for (const Frame& frame : frames) {
+      hear(rank, lives_[static_cast<size_t>(rank)], frame);
+    }
+  }
+}
+
+Bytes MessageRoll::welcome() const {
+  Bytes bytes = encode(ballots_.agreed());
+  const std::vector<Links::Card> cards = links_.cards();
+  append(bytes, std::as_bytes(std::span(cards)));
+  return bytes;
 }
 
 void MessageRoll::ring() {
@@ -250,7 +380,7 @@ Roll::Members MessageRoll::members() const {
 }
 
 bool MessageRoll::is_in(const Members& members) const {
-  return members.has(context_.rank);
+  return members.has(context_.rank) && members.lives[static_cast<size_t>(context_.rank)] == life_;
 }
 
 bool MessageRoll::has_arrived(int rank, const Members& with, uint64_t call) const {
@@ -299,6 +429,12 @@ void MessageRoll::propose(const Members& instead_of, uint64_t call, std::span<co
   const auto now = Clock::now();
   std::vector<Wish> wishes(peers_.size());
   bool is_same = true;
+  for (const int rank : ranks) {
+    if (!instead_of.has(rank)) {
+      is_same = false;
+      wishes[static_cast<size_t>(rank)] = Wish::kBack;
+    }
+  }
   for (const int rank : instead_of.ranks) {
     if (std::ranges::find(ranks, rank) != ranks.end()) {
       continue;
@@ -322,10 +458,7 @@ void MessageRoll::post(uint64_t epoch, uint64_t round, std::span<const std::byte
   append(bytes, bytes_of(Number{.epoch = epoch, .of = round}));
   append(bytes, block);
   const std::lock_guard lock(mutex_);
-  hear(
-      context_.rank,
-      {.header = {.kind = FrameKind::kMail, .code = 0, .bytes = bytes.size()}, .payload = bytes}
-  );
+  hear_member(context_.rank, {.header = {.kind = FrameKind::kMail}, .payload = bytes});
   tell_all(FrameKind::kMail, bytes);
   ring();
 }
@@ -339,32 +472,24 @@ void MessageRoll::leave() {
 
 // --- joining again ---
 
-namespace {
-
-[[noreturn]] void refuse_joining(const Context& context) {
-  WEFT_RAISE(
-      context,
-      ErrorCode::kUnsupported,
-      "readmit: ranks that share no memory take no new process in (so far)"
-  );
+void MessageRoll::invite(Invitation& invitation) const {
+  const std::lock_guard lock(mutex_);
+  invitation.address = links_.own_card().address.data();
+  invitation.port = links_.own_card().port;
+  invitation.token = links_.token();
 }
 
-}  // namespace
-
-std::array<uint64_t, 2> MessageRoll::cookie() const {
-  refuse_joining(context_);
+void MessageRoll::ask(bool is_asking) {
+  const std::lock_guard lock(mutex_);
+  is_asking_ = is_asking;
+  if (is_asking) {
+    tell_all(FrameKind::kAsk, {});
+  }
 }
 
-void MessageRoll::be_next(const Members& /*members*/) {
-  refuse_joining(context_);
-}
-
-void MessageRoll::ask(bool /*is_asking*/) {
-  refuse_joining(context_);
-}
-
-bool MessageRoll::asks(int /*rank*/) const {
-  refuse_joining(context_);
+bool MessageRoll::asks(int rank) const {
+  const std::lock_guard lock(mutex_);
+  return peer(rank).next_asks && links_.has_next(rank);
 }
 
 }  // namespace weft

@@ -25,6 +25,9 @@ class MessageRoll final : public Roll {
  public:
   // Collective. Throws the same Error on every rank if they cannot connect.
   MessageRoll(const Group& group, std::chrono::milliseconds timeout);
+  // Of a rank that joins again: it is none of the members until they take it in. Throws Error
+  // (kNotAvailable, kTimeout) if nobody answers, or the others still have the one before it.
+  MessageRoll(const Group& group, const Invitation& invitation, std::chrono::milliseconds timeout);
   ~MessageRoll() override;
   MessageRoll(const MessageRoll&) = delete;
   MessageRoll& operator=(const MessageRoll&) = delete;
@@ -54,13 +57,17 @@ class MessageRoll final : public Roll {
   void post(uint64_t epoch, uint64_t round, std::span<const std::byte> block) override;
   [[nodiscard]] std::optional<Bytes> mail(int rank, uint64_t epoch, uint64_t round) const override;
 
-  // Nobody joins again by messages: these throw Error (kUnsupported).
-  [[nodiscard]] std::array<uint64_t, 2> cookie() const override;
-  void be_next(const Members& members) override;
+  void invite(Invitation& invitation) const override;
+  void be_next(const Members& /*members*/) override {}  // it is from the beginning
   void ask(bool is_asking) override;
   [[nodiscard]] bool asks(int rank) const override;
 
  private:
+  // What a new process hears from a rank that is left.
+  struct Welcome {
+    Agreed agreed;
+    std::vector<Links::Card> cards;  // by rank
+  };
   using MailNumber = std::pair<uint64_t, uint64_t>;  // epoch, round
   struct Peer {
     uint64_t beats = 0;
@@ -68,11 +75,28 @@ class MessageRoll final : public Roll {
     bool has_died = false;                          // as another rank has proven
     std::optional<Clock::time_point> silent_since;  // that it was proposed to go on without it
     std::map<MailNumber, Bytes> mail;
+    // Of the next life in its place: it wants to be taken in, and what it has said before it was.
+    bool next_asks = false;
+    std::vector<Frame> next_frames;
   };
+
+  [[nodiscard]] static Welcome welcome_in(const Bytes& answer, const Context& context);
+  // What a roll begins with.
+  struct Start {
+    Links links;
+    uint64_t life = 0;
+    Agreed agreed;
+  };
+  MessageRoll(const Context& context, std::chrono::milliseconds timeout, Start start);
+  [[nodiscard]] static Start begin(const Group& group, std::chrono::milliseconds timeout);
+  [[nodiscard]] static Start join(
+      const Group& group, const Invitation& invitation, std::chrono::milliseconds timeout
+  );
 
   // The thread of this rank's links.
   void run();
-  void hear(int rank, const Frame& frame);
+  void hear(int rank, uint64_t life, const Frame& frame);
+  void hear_member(int rank, const Frame& frame);
   void tell_beats();
   // All by mutex_ from here on.
   [[nodiscard]] Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
@@ -80,6 +104,10 @@ class MessageRoll final : public Roll {
   [[nodiscard]] bool has_ended_here(int rank) const;
   void tell_all(FrameKind kind, std::span<const std::byte> payload);
   void tell(const Ballots::News& news);
+  // Those who are in a new life are met.
+  void take_lives();
+  // What has been agreed on, and where all ranks can be reached.
+  [[nodiscard]] Bytes welcome() const;
   void ring();
 
   Context context_;
@@ -90,11 +118,16 @@ class MessageRoll final : public Roll {
   std::atomic<uint64_t> committed_ = 0;  // likewise
   std::atomic<bool> is_stopping_ = false;
 
+  uint64_t life_;  // of this rank
+
   mutable std::mutex mutex_;
   std::condition_variable bell_;
   Links links_;
   Ballots ballots_;
-  std::vector<Peer> peers_;  // by rank
+  std::vector<Peer> peers_;           // by rank
+  std::vector<uint64_t> lives_;       // by rank, as links_ have them
+  std::vector<Links::Card> offered_;  // by rank, as a member has told; empty: none has
+  bool is_asking_ = false;
   uint64_t told_beats_ = 0;
   Clock::time_point next_beat_;
   std::thread thread_;  // last: it uses all of these

@@ -16,7 +16,6 @@
 // then by those that join again. Which life a place is at is agreed on with the members.
 #pragma once
 
-#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -24,6 +23,7 @@
 #include <span>
 #include <vector>
 
+#include "group/invitation.hpp"
 #include "weft/group.hpp"
 
 namespace weft {
@@ -87,8 +87,8 @@ class Roll {
       const = 0;
 
   // --- joining again ---
-  // What a new process needs to reach the members (Invitation::cookie).
-  [[nodiscard]] virtual std::array<uint64_t, 2> cookie() const = 0;
+  // Tells a new process how it reaches the members.
+  virtual void invite(Invitation& invitation) const = 0;
   // This rank joins again, as the next life of its place; none of the members has that yet.
   virtual void be_next(const Members& members) = 0;
   // It wants to be taken in, or does no longer.

@@ -39,7 +39,9 @@ std::unique_ptr<Roll> make_roll(
         are_threads ? make_loopback_memory() : make_shm_memory(), group
     );
   }
-  return std::make_unique<MessageRoll>(group, timeout);
+  const std::optional<Invitation> invitation = invitation_of(group);
+  return invitation ? std::make_unique<MessageRoll>(group, *invitation, timeout)
+                    : std::make_unique<MessageRoll>(group, timeout);
 }
 
 }  // namespace
@@ -92,19 +94,19 @@ void Survival::join() {
   roll_->follow(members_);
 }
 
-std::string Survival::invitation() const {
+std::string Survival::invitation(std::string_view transport) const {
   Invitation invitation = {
-      .version = kProtocolVersion,
       .num_ranks = context_.num_ranks,
-      .one_process = group_.topology().one_process ? 1 : 0,
-      .cookie = roll_->cookie()};
-  context_.transport.copy(invitation.transport.data(), invitation.transport.size() - 1);
+      .topology = group_.topology(),
+      .transport = std::string(transport)};
+  roll_->invite(invitation);
   return invitation.text();
 }
 
 // Whose time is up proposes the members as they are: by that all know that it is over.
 std::vector<int> Survival::readmit(std::span<const int> ranks) {
   const Deadline deadline(timeout_);
+  Vigil wait = begin_wait();
   std::vector<int> missing;
   for (bool is_called_off = false; !is_called_off && !has_come(ranks.front());) {
     const uint32_t doorbell = roll_->doorbell();
@@ -121,8 +123,13 @@ std::vector<int> Survival::readmit(std::span<const int> ranks) {
     if (missing.empty()) {
       next.insert(next.end(), ranks.begin(), ranks.end());
     }
-    if (missing.empty() || deadline.has_passed()) {
+    const bool is_proposed = missing.empty() || deadline.has_passed();
+    if (is_proposed) {
       roll_->propose(members_, call_, next);
+    }
+    if (is_proposed && !has_moved()) {  // perhaps for the vote of one that is gone
+      static_cast<void>(is_over(wait));
+      static_cast<void>(propose_without_gone(/*is_open=*/false));
     }
     if (!has_moved()) {
       roll_->beat();

@@ -89,7 +89,8 @@ class Survival {
   void check_back(std::span<const int> ranks, std::span<const int> missing) const;
   // The rank has been taken in since begin_call(), even if it was lost again.
   [[nodiscard]] bool has_come(int rank) const;
-  [[nodiscard]] std::string invitation() const;
+  // `transport`: by which the exchange is made again.
+  [[nodiscard]] std::string invitation(std::string_view transport) const;
   // Others shall not wait for this rank any more.
   void leave() { roll_->leave(); }
 

@@ -39,7 +39,7 @@ void take_place(int rank, const char* invitation) {
 TEST_F(ReadmissionTest, ANewProcessTakesThePlaceOfALostRank) {
   constexpr int kNumLives = 4;
   struct Board {
-    std::array<std::array<char, 256>, kNumLives> invitation = {};
+    std::array<std::array<char, 2048>, kNumLives> invitation = {};
     std::array<std::atomic<bool>, kNumLives> is_there = {};
   };
   const ExchangeSetup setup = setup_of(4, "shm");
@@ -86,7 +86,7 @@ TEST_F(ReadmissionTest, ANewProcessTakesThePlaceOfALostRank) {
       const Matrix idx(DType::kInt32, 0, 4);
       const Plan old = exchange.plan({.topk_idx = idx.view()});
       if (group.rank() == 3) {  // whose word counts as well as that of the first
-        exchange.invitation().copy(board->invitation[at].data(), 255);
+        exchange.invitation().copy(board->invitation[at].data(), 2047);
         board->is_there[at].store(true);
       }
       exchange.readmit(std::vector<int>{2});
@@ -117,7 +117,7 @@ TEST_F(ReadmissionTest, ANewProcessTakesThePlaceOfALostRank) {
 // Whoever was given up may live on, in the old place of a new process: it hears of it or not.
 TEST_F(ReadmissionTest, WhoHasLostItsPlaceToANewProcessChangesNothing) {
   struct Board {
-    std::array<char, 256> invitation = {};
+    std::array<char, 2048> invitation = {};
     std::atomic<bool> is_there = false;
     std::atomic<bool> is_back = false;
     std::atomic<bool> is_gone = false;
@@ -180,7 +180,7 @@ TEST_F(ReadmissionTest, WhoHasLostItsPlaceToANewProcessChangesNothing) {
         return verdict(thrown && thrown->is_peer_error ? problem : text_of(thrown));
       }
       if (group.rank() == 0) {
-        exchange->invitation().copy(board->invitation.data(), 255);
+        exchange->invitation().copy(board->invitation.data(), 2047);
         board->is_there.store(true);
       }
       exchange->readmit(std::vector<int>{1});

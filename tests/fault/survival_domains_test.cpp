@@ -4,9 +4,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <csignal>
+#include <memory>
 #include <string>
 #include <unistd.h>
 #include <vector>
@@ -14,6 +16,7 @@
 #include "fault/survival_cases.hpp"
 #include "support/errors.hpp"
 #include "survivors/shared.hpp"
+#include "survivors/spare.hpp"
 #include "survivors/storm.hpp"
 
 namespace weft::test {
@@ -51,18 +54,49 @@ TEST(DomainsSurvivalTest, OfTwoRanksASilentOneIsNotGivenUp) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
-TEST(DomainsSurvivalTest, NobodyJoinsAgain) {
-  const auto statuses = run_forked(2, [&](const Group& group) {
-    Exchange exchange = shrinking(group, domains_of_one(2));
-    const auto thrown = thrown_by([&] { static_cast<void>(exchange.invitation()); });
-    return verdict(thrown && thrown->code == ErrorCode::kUnsupported ? "" : text_of(thrown));
+// Rank 2 is lost again and again, and each time a new process takes its place.
+TEST(DomainsSurvivalTest, NewProcessesTakeThePlaceOfALostRank) {
+  constexpr int kNumLives = 3;
+  const ExchangeSetup setup = domains_of_one(3);
+  const SurvivorRounds rounds(setup, {});
+  const Shared<std::array<Letter, kNumLives>> letters;
+  const auto live = [&](Exchange& exchange, int life) {
+    const bool is_mortal = exchange.rank() == 2 && life + 1 < kNumLives;
+    std::string problem = rounds.run(exchange, static_cast<uint64_t>(10 * life));
+    return problem + rounds.run(exchange, static_cast<uint64_t>(10 * life + 1), [&](int call) {
+      if (is_mortal && call == 1) {
+        std::raise(SIGKILL);
+      }
+    });
+  };
+  std::vector<std::unique_ptr<Spare>> spares;
+  for (int life = 1; life < kNumLives; ++life) {
+    spares.push_back(std::make_unique<Spare>([&, life] {
+      const char* const invitation = (*letters)[static_cast<size_t>(life)].await();
+      Exchange exchange = shrinking(Group::rejoin(2, invitation), setup);
+      return verdict(live(exchange, life));
+    }));
+  }
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    Exchange exchange = shrinking(group, setup);
+    std::string problem = live(exchange, 0);
+    for (int life = 1; life < kNumLives; ++life) {
+      if (group.rank() == 1) {  // whose word counts as well as that of the first
+        (*letters)[static_cast<size_t>(life)].send(exchange);
+      }
+      exchange.readmit(std::vector<int>{2});
+      problem += live(exchange, life);
+    }
+    return verdict(problem);
   });
-  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 128 + SIGKILL}));
+  EXPECT_EQ(spares[0]->status(), 128 + SIGKILL);
+  EXPECT_EQ(spares[1]->status(), 0);
 }
 
 TEST(DomainsSurvivalTest, AStormOfDeaths) {
   StormCount count;
-  for (uint64_t seed = 1; count.lost() < 30; ++seed) {
+  for (uint64_t seed = 1; count.lost() < 15; ++seed) {
     const StormCount storm = run_storm(seed, {.has_domains = true});
     ASSERT_GT(storm.lost(), 0) << "seed " << seed;
     ASSERT_EQ(storm.wrong + storm.hung, 0) << "seed " << seed;
@@ -70,6 +104,7 @@ TEST(DomainsSurvivalTest, AStormOfDeaths) {
   }
   EXPECT_GT(count.killed, 0);
   EXPECT_GT(count.left, 0);
+  EXPECT_GT(count.returned, 0);
 }
 
 }  // namespace

@@ -2,11 +2,14 @@
 // A rank for tests on several hosts: joins the group that the environment names, exchanges tokens
 // and compares every byte until all rounds are done or something goes wrong, says what, and then,
 // if told, does the same in a new group. With --shrink it goes on without lost ranks instead, until
-// so many are left, and some rounds more, and says who they are.
+// so many are left, and some rounds more, and says who they are; with --call-back it then invites
+// new processes in the places of those that are lost, which are started with --join.
 // usage: host_rank [--rounds N] [--timeout-ms N] [--transport NAME] [--spare-mb N]
-//                  [--shrink NUM_LEFT] [--again RANK NUM_RANKS ADDRESS PORT]
+//                  [--shrink NUM_LEFT [--call-back]] [--join RANK INVITATION]
+//                  [--again RANK NUM_RANKS ADDRESS PORT]
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -34,6 +37,9 @@ struct Orders {
   std::string transport = "auto";
   int spare_mb = -1;  // memory that an exchange may take; negative: no limit
   std::optional<size_t> num_left = {};
+  bool calls_back = false;
+  int joins_as = -1;
+  std::string invitation = {};
   std::optional<Rendezvous> again = {};
 };
 
@@ -110,6 +116,22 @@ void exchange_tokens(const Group& group, const Orders& orders, int num_rounds, i
   group.barrier();
 }
 
+void run_round(const SurvivorRounds& rounds, Exchange& exchange, int round) {
+  const std::string difference = rounds.run(exchange, static_cast<uint64_t>(round));
+  if (!difference.empty()) {
+    say(fmt::format("wrong {}", difference));
+    std::exit(EXIT_FAILURE);
+  }
+  say(fmt::format("round {}", round));
+}
+
+void go_on_together(const SurvivorRounds& rounds, Exchange& exchange) {
+  constexpr int kFirstRound = 1000;
+  for (int round = 0; round < kRoundsAfterLoss; ++round) {
+    run_round(rounds, exchange, kFirstRound + round);
+  }
+}
+
 void survive(const Group& group, const Orders& orders, size_t num_left) {
   const ExchangeSetup setup = make_setup(orders, group);
   const SurvivorRounds rounds(setup, {});
@@ -117,19 +139,42 @@ void survive(const Group& group, const Orders& orders, size_t num_left) {
   config.on_peer_loss = PeerLoss::kShrink;
   Exchange exchange(group, config);
   for (int round = 1, num_after = 0; num_after < kRoundsAfterLoss; ++round) {
-    const std::string difference = rounds.run(exchange, static_cast<uint64_t>(round));
-    if (!difference.empty()) {
-      say(fmt::format("wrong {}", difference));
-      std::exit(EXIT_FAILURE);
-    }
-    say(fmt::format("round {}", round));
+    run_round(rounds, exchange, round);
     num_after += exchange.report().alive.size() <= num_left ? 1 : 0;
   }
+  if (orders.calls_back) {
+    const std::vector<int> alive = exchange.report().alive;
+    std::vector<int> lost;
+    for (int rank = 0; rank < group.num_ranks(); ++rank) {
+      if (!std::ranges::binary_search(alive, rank)) {
+        lost.push_back(rank);
+      }
+    }
+    if (alive.front() == group.rank()) {
+      say(fmt::format("invitation {}", exchange.invitation()));
+    }
+    exchange.readmit(lost);
+    go_on_together(rounds, exchange);
+  }
+  say(fmt::format("alive {}", fmt::join(exchange.report().alive, " ")));
+}
+
+void join(const Orders& orders) {
+  const Group group = Group::rejoin(orders.joins_as, orders.invitation);
+  const ExchangeSetup setup = make_setup(orders, group);
+  ExchangeConfig config = setup.config();
+  config.on_peer_loss = PeerLoss::kShrink;
+  Exchange exchange(group, config);
+  go_on_together(SurvivorRounds(setup, {}), exchange);
   say(fmt::format("alive {}", fmt::join(exchange.report().alive, " ")));
 }
 
 int run(const Orders& orders) {
   const auto thrown = thrown_by([&] {
+    if (orders.joins_as >= 0) {
+      join(orders);
+      return;
+    }
     const Group group = Group::from_env();
     if (orders.num_left) {
       survive(group, orders, *orders.num_left);
@@ -162,6 +207,11 @@ Orders read_orders(const std::vector<std::string>& words) {
       orders.spare_mb = std::stoi(words.at(++i));
     } else if (words[i] == "--shrink") {
       orders.num_left = std::stoul(words.at(++i));
+    } else if (words[i] == "--call-back") {
+      orders.calls_back = true;
+    } else if (words[i] == "--join") {
+      orders.joins_as = std::stoi(words.at(++i));
+      orders.invitation = words.at(++i);
     } else if (words[i] == "--again") {
       Rendezvous& again = orders.again.emplace();
       again.rank = std::stoi(words.at(++i));

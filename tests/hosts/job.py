@@ -114,6 +114,9 @@ class Rank:
     def stop(self):
         os.kill(child_of(self._process.pid), signal.SIGSTOP)
 
+    def kill(self):
+        os.kill(child_of(self._process.pid), signal.SIGKILL)
+
     def resume(self):
         """nsenter stops with what it has started, and passes this on."""
         self._process.send_signal(signal.SIGCONT)

@@ -5,14 +5,14 @@ of the ranks, or know that the others have ended."""
 import re
 
 from conftest import HOST_RANK
-from job import Job
+from job import LIMIT_S, Job
 
-TIMEOUT_S = 3
+TIMEOUT_S = 2
 
 
-def start(hosts, num_left, per_host=2):
+def start(hosts, num_left, *more, per_host=2):
     """Ranks that exchange tokens until so many are left."""
-    command = [HOST_RANK, "--timeout-ms", 1000 * TIMEOUT_S, "--shrink", num_left]
+    command = [HOST_RANK, "--timeout-ms", 1000 * TIMEOUT_S, "--shrink", num_left, *more]
     job = Job(hosts, command, per_host).start_all()
     for one in job.ranks:
         one.wait_for("round 2")
@@ -76,3 +76,15 @@ def test_two_hosts_that_do_not_hear_each_other_do_not_leave_each_other_out(make_
     expect_alive(job, [a, b], "0 1")
     error = job.ranks[2].wait_for("error ")
     assert "was given up by the others" in error, error
+
+
+def test_a_new_process_on_a_host_takes_the_place_of_a_lost_rank(make_lab):
+    a, b, c = make_lab(3).hosts
+    job = start([a, b, c], 2, "--call-back", per_host=1)
+    job.ranks[0].kill()
+    invitation = job.ranks[1].wait_for("invitation ").split()[1]
+    job.start(0, [HOST_RANK, "--timeout-ms", 1000 * LIMIT_S, "--join", 0, invitation])
+    expect_alive(job, [b, c], "0 1 2")
+    joined = job.ranks[3]
+    joined.wait_for("alive 0 1 2")
+    assert joined.wait() == 0, joined.say()

@@ -102,7 +102,7 @@ Storm make_storm(uint64_t seed, const StormLimits& limits) {
   storm.last = static_cast<int>(random.below(static_cast<uint64_t>(setup.num_ranks)));
   const bool has_stops = random.uniform() < limits.stops && !limits.has_domains;
   const std::chrono::microseconds span = pick(random, std::array{5'000us, 50'000us, 400'000us});
-  const bool has_returns = !has_stops && random.uniform() < limits.returns && !limits.has_domains;
+  const bool has_returns = !has_stops && random.uniform() < limits.returns;
   storm.num_returns = has_returns ? static_cast<int>(random.between(1, kMostReturns)) : 0;
   for (int number = 0; number <= storm.num_returns; ++number) {
     std::vector<Fate> fates;

@@ -36,7 +36,7 @@ class Letter {
   }
 
  private:
-  std::array<char, 256> text_ = {};
+  std::array<char, 2048> text_ = {};
   std::atomic<bool> is_there_ = false;
 };
 

@@ -39,7 +39,7 @@ struct Board {
   // Of the last return: its number, and the round from which all go on.
   std::atomic<int> number = 0;
   std::atomic<uint64_t> round = 0;
-  std::array<char, 256> invitation = {};
+  std::array<char, 2048> invitation = {};
   std::atomic<bool> is_over = false;
   std::array<StormCount, kMostRanks> counts = {};  // of those who came, by rank
 };
@@ -95,7 +95,7 @@ class StormRank {
       start_clock();
     } else {
       start_clock();
-      exchange_.emplace(group, config);
+      exchange_.emplace(make_exchange(group, storm_.setup, config));
       board_.is_in[static_cast<size_t>(rank_)] = 1;
       number_ = board_.number;
       call_back(board_.round);

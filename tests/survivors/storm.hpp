@@ -26,7 +26,7 @@ struct StormLimits {
   std::chrono::milliseconds deadline = std::chrono::seconds(10);
   double stops = 0.1;    // share of storms with ranks that are stopped
   double returns = 0.5;  // share of the others in which lost ranks are called back
-  // Ranks are in several domains and agree by messages: nobody is stopped, masked or called back.
+  // Ranks are in several domains and agree by messages: nobody is stopped or masked.
   bool has_domains = false;
 };
 

@@ -97,7 +97,7 @@ class LossWatch {
   [[nodiscard]] std::optional<Agreement> assemble(std::string_view op, const Calls& own);
   // A bit for each rank that was none of them then.
   [[nodiscard]] uint32_t lost() const;
-  [[nodiscard]] std::string invitation() const { return survival_.invitation(); }
+  [[nodiscard]] std::string invitation() const { return survival_.invitation("peer"); }
   [[nodiscard]] bool has_ended(int rank) const;
   // Waits until new processes that take the places of these lost ranks are members, and then meets
   // all members. -> which of them did not ask for it in time. Throws what `connect` does; then this

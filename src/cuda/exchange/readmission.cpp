@@ -168,9 +168,9 @@ void CudaExchange::rejoin(const Group& group, const Invitation& invitation) {
   );
   WEFT_CHECK_ARG(
       context_,
-      std::string_view(invitation.transport.data()) == "peer",
+      invitation.transport == "peer",
       "rejoin: the others' exchange is by transport {}, and not on GPUs",
-      invitation.transport.data()
+      invitation.transport
   );
   WEFT_CUDA(context_, cudaFree(nullptr));  // what CUDA does at first nobody else has to wait for
   watch_for_losses(group);

@@ -27,7 +27,8 @@ enum class FrameKind : uint32_t {
   kVote = 8,
   kAgreed = 9,
   kMail = 10,
-  kLast = kMail,
+  kAsk = 11,
+  kLast = kAsk,
 };
 
 struct FrameHeader {

@@ -306,15 +306,16 @@ TEST(StrangerTest, AnotherServiceOnThePortIsNamed) {
 
 TEST(StrangerTest, AnotherVersionIsNamedOnBothSides) {
   TestPort port;
-  const std::string text =
-      fmt::format("connect: rank 1 speaks version 7 (rank 0: {})", kProtocolVersion);
+  const std::string text = fmt::format(
+      "connect: rank 1 speaks version {} (rank 0: {})", kProtocolVersion + 1, kProtocolVersion
+  );
   std::jthread root([&] {
     const auto outcomes = run_connected(port, {rendezvous_of(0, 2, port.port)});
     EXPECT_EQ(outcomes[0].error.substr(0, text.size()), text);
   });
   const Socket socket = open_to(port.port);
   const Handshake handshake = greet(socket, kTestSecret);
-  const Claim claim = {7, 1, 2};
+  const Claim claim = {kProtocolVersion + 1, 1, 2};
   send_to(socket, bytes_of(Hello{claim, handshake.prove(kPeer, claim)}));
   Proof proof;
   ASSERT_EQ(receive_from(socket, proof), IoState::kDone);

@@ -95,7 +95,7 @@ class World {
 
  private:
   struct Rank {
-    Rank(int rank, Agreed first) : ballots(rank, std::move(first)) {}
+    Rank(int rank, Agreed first) : ballots(rank, 0, std::move(first)) {}
     Ballots ballots;
     bool is_dead = false;
     uint64_t call = 1;         // that it makes
@@ -301,14 +301,14 @@ TEST(BallotsTest, NoTwoPartsGoOnWhenRanksAreTakenForSilent) {
 }
 
 TEST(BallotsTest, ASilentRankOfTwoIsNotLeftOut) {
-  Ballots ballots(0, first_of(2));
+  Ballots ballots(0, 0, first_of(2));
   EXPECT_FALSE(ballots.vote({Wish::kNone, Wish::kSilent}).is_agreed);
   EXPECT_TRUE(ballots.vote({Wish::kNone, Wish::kGone}).is_agreed);
   EXPECT_EQ(ballots.agreed().members.ranks, std::vector<int>{0});
 }
 
 TEST(BallotsTest, WhatIsMalformedChangesNothing) {
-  Ballots ballots(0, first_of(3));
+  Ballots ballots(0, 0, first_of(3));
   EXPECT_FALSE(ballots.hear(1, Vote{.epoch = 0, .committed = 9, .wishes = {}}).is_vote);
   EXPECT_FALSE(
       ballots.hear(1, Agreed{.members = {.epoch = 7, .ranks = {}, .lives = {}}, .committed = 9})
