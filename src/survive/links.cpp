@@ -18,6 +18,8 @@ namespace {
 
 // Who connects and says nothing is none of the ranks.
 constexpr auto kPatience = std::chrono::seconds(2);
+// Who has not introduced itself, at a time; others wait to be accepted.
+constexpr size_t kMostGuests = 64;
 // Of a connection that others have to wait for meanwhile.
 constexpr auto kQuick = std::chrono::milliseconds(500);
 
@@ -224,7 +226,7 @@ void Links::take(int rank, uint64_t life, const Card& card, bool connects) {
 }
 
 void Links::let_in() {
-  for (;;) {
+  while (guests_.size() < kMostGuests) {
     std::string host;
     Socket socket = accept_from(listener_, host);
     if (!socket.is_open()) {
@@ -336,7 +338,9 @@ bool Links::has_next(int rank) const {
 
 std::vector<pollfd> Links::wanted() const {
   std::vector<pollfd> entries = {{.fd = event_.get(), .events = POLLIN, .revents = 0}};
-  entries.push_back({.fd = listener_.get(), .events = POLLIN, .revents = 0});
+  if (guests_.size() < kMostGuests) {
+    entries.push_back({.fd = listener_.get(), .events = POLLIN, .revents = 0});
+  }
   for (const Guest& guest : guests_) {
     entries.push_back({.fd = guest.socket.get(), .events = POLLIN, .revents = 0});
   }
