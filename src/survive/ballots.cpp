@@ -2,6 +2,7 @@
 #include "survive/ballots.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace weft {
@@ -17,6 +18,7 @@ Ballots::Ballots(int rank, uint64_t life, Agreed first)
     : rank_(rank),
       life_(life),
       agreed_(std::move(first)),
+      before_(agreed_.members),
       arrivals_(agreed_.members.lives.size()),
       votes_(agreed_.members.lives.size()) {}
 
@@ -104,6 +106,14 @@ Ballots::News Ballots::hear(int rank, const Agreed& agreed) {
     take(agreed);
     return {};
   }
+  const bool is_new_here = was_in && !is_among(before_);
+  if (is_new_here && next.epoch == agreed_.members.epoch &&
+      old_ones(next).size() < old_ones(agreed_.members).size()) {
+    is_out_ = true;
+    ++agreed_.members.epoch;
+    std::erase(agreed_.members.ranks, rank_);
+    return {};
+  }
   if (!is_later || (was_in && leaves_out(rank))) {
     return {};
   }
@@ -126,8 +136,12 @@ bool Ballots::decide() {
     const Vote* theirs = vote_of(member);
     return theirs != nullptr && theirs->wishes == own.wishes;
   };
+  const auto is_old = [this, old = old_ones(agreed_.members)](int member) {
+    return std::ranges::binary_search(old, member);
+  };
+  const auto num_old = std::ranges::count_if(agreed_.members.ranks, is_old);
   if (!std::ranges::all_of(stay, agrees) ||
-      (!is_proven && 2 * stay.size() <= agreed_.members.ranks.size())) {
+      (!is_proven && 2 * std::ranges::count_if(stay, is_old) <= num_old)) {
     return false;
   }
   Agreed next = agreed_;
@@ -147,8 +161,17 @@ bool Ballots::decide() {
   return true;
 }
 
+std::vector<int> Ballots::old_ones(const Roll::Members& members) const {
+  std::vector<int> old;
+  std::ranges::copy_if(members.ranks, std::back_inserter(old), [&](int rank) {
+    const auto at = static_cast<size_t>(rank);
+    return before_.has(rank) && before_.lives[at] == members.lives[at];
+  });
+  return old;
+}
+
 void Ballots::take(const Agreed& agreed) {
-  agreed_ = agreed;
+  before_ = std::exchange(agreed_, agreed).members;
   std::ranges::fill(votes_, std::nullopt);
 }
 

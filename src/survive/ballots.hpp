@@ -18,8 +18,12 @@
 // ranks here. So a silent rank is left out only if more than half of the members stay: two such
 // sets would have a rank in common.
 //
-// A new process in the place of a lost rank is let in by votes, too. It tells nobody of the members
-// that it is one of: who had voted for others would not take them from who has told it.
+// A new process in the place of a lost rank is let in by votes, too, but not by its own. So it may
+// hear of two sets for its first epoch. The one with fewer of the members before counts then, as
+// votes only grow, and those who had decided for the other one are gone; whoever has begun with
+// that one is out, and may join again. It tells nobody of the members that it is one of, since who
+// had voted for others would not take them from who has told it; and in its first epoch it does not
+// count among the half of the members.
 #pragma once
 
 #include <cstdint>
@@ -92,10 +96,13 @@ class Ballots {
   // If all that stay by this rank's vote have the same.
   [[nodiscard]] bool decide();
   void take(const Agreed& agreed);
+  // The members that have been so in the epoch before, in the same lives.
+  [[nodiscard]] std::vector<int> old_ones(const Roll::Members& members) const;
 
   int rank_;
   uint64_t life_;
   Agreed agreed_;
+  Roll::Members before_;  // agreed_'s
   bool is_out_ = false;
   std::vector<Arrival> arrivals_;           // by rank
   std::vector<std::optional<Vote>> votes_;  // by rank, of this epoch

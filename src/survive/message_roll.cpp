@@ -26,8 +26,21 @@ constexpr size_t kMostFrames = 1024;
 // The first bytes of all payloads but a beat's.
 struct Number {
   uint64_t epoch = 0;
-  uint64_t of = 0;  // call, last call that is over, or round
+  uint64_t of = 0;   // call, last call that is over, or round
+  uint64_t set = 0;  // of the members of that epoch, see number_of()
 };
+
+// Tells apart sets of members that might have the same epoch.
+uint64_t number_of(const Roll::Members& members) {
+  uint64_t hash = 14695981039346656037ULL;  // FNV-1a
+  const auto add = [&hash](uint64_t value) { hash = (hash ^ value) * 1099511628211ULL; };
+  add(members.epoch);
+  for (const int rank : members.ranks) {
+    add(static_cast<uint64_t>(rank));
+    add(members.lives[static_cast<size_t>(rank)]);
+  }
+  return hash;
+}
 
 void append(Bytes& bytes, std::span<const std::byte> more) {
   const size_t begin = bytes.size();
@@ -40,9 +53,9 @@ std::span<const std::byte> bytes_of(const T& value) {
   return std::as_bytes(std::span(&value, 1));
 }
 
-Bytes encode(const Vote& vote) {
+Bytes encode(const Vote& vote, uint64_t set) {
   Bytes bytes;
-  append(bytes, bytes_of(Number{.epoch = vote.epoch, .of = vote.committed}));
+  append(bytes, bytes_of(Number{.epoch = vote.epoch, .of = vote.committed, .set = set}));
   append(bytes, std::as_bytes(std::span(vote.wishes)));
   return bytes;
 }
@@ -50,7 +63,9 @@ Bytes encode(const Vote& vote) {
 // Of each rank 2 * life + (1 if it is a member).
 Bytes encode(const Agreed& agreed) {
   Bytes bytes;
-  append(bytes, bytes_of(Number{.epoch = agreed.members.epoch, .of = agreed.committed}));
+  const Number number = {
+      .epoch = agreed.members.epoch, .of = agreed.committed, .set = number_of(agreed.members)};
+  append(bytes, bytes_of(number));
   for (size_t rank = 0; rank < agreed.members.lives.size(); ++rank) {
     const bool is_member = agreed.members.has(static_cast<int>(rank));
     append(bytes, bytes_of(2 * agreed.members.lives[rank] + (is_member ? 1 : 0)));
@@ -241,15 +256,17 @@ void MessageRoll::hear_member(int rank, const Frame& frame) {
   }
   std::memcpy(&number, payload.data(), sizeof number);
   const std::span<const std::byte> rest = payload.subspan(sizeof number);
+  // Who has other members tells so before it says anything else.
+  if (frame.header.kind != FrameKind::kAgreed && number.set != set()) {
+    return;
+  }
   switch (frame.header.kind) {
     case FrameKind::kArrived:
       ballots_.arrive(rank, number.epoch, number.of);
       return;
     case FrameKind::kVote: {
       const Vote vote = vote_of(number, rest);
-      const bool is_of_now = vote.epoch == ballots_.agreed().members.epoch;  // of these lives
-      for (size_t other = 0; is_of_now && other < std::min(vote.wishes.size(), peers_.size());
-           ++other) {
+      for (size_t other = 0; other < std::min(vote.wishes.size(), peers_.size()); ++other) {
         peers_[other].has_died = peers_[other].has_died || vote.wishes[other] == Wish::kGone;
       }
       tell(ballots_.hear(rank, vote));
@@ -274,6 +291,10 @@ void MessageRoll::hear_member(int rank, const Frame& frame) {
   }
 }
 
+uint64_t MessageRoll::set() const {
+  return number_of(ballots_.agreed().members);
+}
+
 void MessageRoll::tell_beats() {
   const uint64_t beats = own_beats_.load(std::memory_order_relaxed);
   const auto now = Clock::now();
@@ -296,7 +317,7 @@ void MessageRoll::tell_all(FrameKind kind, std::span<const std::byte> payload) {
 
 void MessageRoll::tell(const Ballots::News& news) {
   if (news.is_vote && ballots_.own_vote() != nullptr) {
-    tell_all(FrameKind::kVote, encode(*ballots_.own_vote()));
+    tell_all(FrameKind::kVote, encode(*ballots_.own_vote(), set()));
   }
   if (news.is_agreed) {
     for (Peer& one : peers_) {
@@ -403,7 +424,7 @@ std::optional<Bytes> MessageRoll::mail(int rank, uint64_t epoch, uint64_t round)
 
 void MessageRoll::arrive(const Members& with, uint64_t call) {
   const std::lock_guard lock(mutex_);
-  const Number number = {.epoch = with.epoch, .of = call};
+  const Number number = {.epoch = with.epoch, .of = call, .set = set()};
   if (ballots_.agreed().members.epoch != with.epoch) {
     return;
   }
@@ -455,9 +476,9 @@ void MessageRoll::propose(const Members& instead_of, uint64_t call, std::span<co
 
 void MessageRoll::post(uint64_t epoch, uint64_t round, std::span<const std::byte> block) {
   Bytes bytes;
-  append(bytes, bytes_of(Number{.epoch = epoch, .of = round}));
-  append(bytes, block);
   const std::lock_guard lock(mutex_);
+  append(bytes, bytes_of(Number{.epoch = epoch, .of = round, .set = set()}));
+  append(bytes, block);
   hear_member(context_.rank, {.header = {.kind = FrameKind::kMail}, .payload = bytes});
   tell_all(FrameKind::kMail, bytes);
   ring();

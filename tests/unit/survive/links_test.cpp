@@ -34,10 +34,8 @@ struct Heard {
       std::vector<pollfd> wanted = links.wanted();
       ::poll(wanted.data(), wanted.size(), 20);
       links.move(
-          {.on_frame =
-               [&](int rank, uint64_t /*life*/, const Frame& frame) {
-                 texts.push_back(std::to_string(rank) + ": " + text_in(frame.payload));
-               },
+          {.on_frame = [&](int rank, uint64_t /*life*/, const Frame& frame
+                       ) { texts.push_back(std::to_string(rank) + ": " + text_in(frame.payload)); },
            .on_question = [&] { return answer; }}
       );
     }
