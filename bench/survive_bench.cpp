@@ -28,6 +28,7 @@
 #include "measure/results.hpp"
 #include "measure/workload.hpp"
 #include "report/json_text.hpp"
+#include "support/run_case.hpp"
 #include "survive_gpus.hpp"
 #include "survivors/shared.hpp"
 #include "survivors/survivors.hpp"
@@ -43,18 +44,26 @@ constexpr int kDeathRanks = 8;
 constexpr int kHung = 128 + SIGALRM;
 constexpr std::chrono::seconds kBound(120);  // of a rank's life
 
-test::ExchangeSetup eight_ranks() {
+// On one host or, by the network of this one, on four.
+test::ExchangeSetup eight_ranks(bool are_in_domains) {
   test::ExchangeSetup setup;
   setup.num_ranks = kDeathRanks;
   setup.num_experts = 2 * kDeathRanks;
-  setup.transport = "shm";
+  setup.transport = are_in_domains ? "ofi:tcp" : "shm";
+  for (int rank = 0; rank < kDeathRanks && are_in_domains; ++rank) {
+    setup.domain_of.push_back(rank / 2);
+  }
   return setup;
 }
 
-Exchange shrinking(const Group& group) {
-  ExchangeConfig config = eight_ranks().config();
+std::string transport_of(const test::ExchangeSetup& setup) {
+  return setup.transport.substr(0, setup.transport.find(':'));
+}
+
+Exchange shrinking(const Group& group, const test::ExchangeSetup& setup) {
+  ExchangeConfig config = setup.config();
   config.on_peer_loss = PeerLoss::kShrink;
-  return {group, config};
+  return test::make_exchange(group, setup, config);
 }
 
 // --- deaths ---
@@ -71,10 +80,10 @@ int64_t nanoseconds() {
 
 // A rank of one death. The victim dies by itself at a random moment; the others make rounds until
 // they have heard of it, and one more; these two rounds are compared with the reference.
-int live(const Group& group, uint64_t seed, Times& times) {
-  const test::SurvivorRounds rounds(eight_ranks(), {});
+int live(const Group& group, const test::ExchangeSetup& setup, uint64_t seed, Times& times) {
+  const test::SurvivorRounds rounds(setup, {});
   ::alarm(static_cast<unsigned>(kBound.count()));
-  Exchange exchange = shrinking(group);
+  Exchange exchange = shrinking(group, setup);
   RandomSource random(seed);
   const auto victim = static_cast<int>(random.below(kDeathRanks));
   const std::chrono::microseconds delay(random.between(0, 100'000));
@@ -105,7 +114,7 @@ int live(const Group& group, uint64_t seed, Times& times) {
   return problem.empty() ? 0 : 1;
 }
 
-Json measure_deaths(int num_deaths, uint64_t seed) {
+Json measure_deaths(const test::ExchangeSetup& setup, int num_deaths, uint64_t seed) {
   std::vector<double> ms;
   int num_wrong = 0;
   int num_hung = 0;
@@ -114,7 +123,7 @@ Json measure_deaths(int num_deaths, uint64_t seed) {
     progress.update(static_cast<double>(death) / num_deaths);
     const test::Shared<Times> times;
     const auto body = [&](const Group& group) {
-      return live(group, seed + static_cast<uint64_t>(death) * 1000, *times);
+      return live(group, setup, seed + static_cast<uint64_t>(death) * 1000, *times);
     };
     const auto statuses = run_forked(kDeathRanks, body, {.notice = 2 * kBound});
     num_hung += std::ranges::count(statuses, kHung) > 0 ? 1 : 0;
@@ -132,7 +141,7 @@ Json measure_deaths(int num_deaths, uint64_t seed) {
   return {
       {"op", "death"},
       {"executor", "cpu"},
-      {"transport", "shm"},
+      {"transport", transport_of(setup)},
       {"ranks", kDeathRanks},
       {"deaths", num_deaths},
       {"wrong", num_wrong},
@@ -153,8 +162,10 @@ struct Return {
 };
 
 // The first round of all ranks, as each of them makes it.
-int go_on_together(Exchange& exchange, uint64_t seed, Return& times) {
-  const test::SurvivorRounds rounds(eight_ranks(), {});
+int go_on_together(
+    Exchange& exchange, const test::ExchangeSetup& setup, uint64_t seed, Return& times
+) {
+  const test::SurvivorRounds rounds(setup, {});
   const std::string problem = rounds.run(exchange, seed, [&](int call) {
     if (call == 1) {
       times.end[static_cast<size_t>(exchange.rank())] = nanoseconds();
@@ -166,7 +177,9 @@ int go_on_together(Exchange& exchange, uint64_t seed, Return& times) {
   return problem.empty() && exchange.report().alive.size() == kDeathRanks ? 0 : 1;
 }
 
-[[noreturn]] void come_back(int rank, uint64_t seed, Return& times) {
+[[noreturn]] void come_back(
+    int rank, const test::ExchangeSetup& setup, uint64_t seed, Return& times
+) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   ::alarm(static_cast<unsigned>(kBound.count()));
   while (!times.is_invited) {
@@ -175,18 +188,20 @@ int go_on_together(Exchange& exchange, uint64_t seed, Return& times) {
   int status = 1;
   try {
     times.begin = nanoseconds();
-    Exchange exchange = shrinking(Group::rejoin(rank, times.invitation.data()));
-    status = go_on_together(exchange, seed, times);
+    Exchange exchange = shrinking(Group::rejoin(rank, times.invitation.data()), setup);
+    status = go_on_together(exchange, setup, seed, times);
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;
   }
   ::_exit(status);
 }
 
-int await_return(const Group& group, int victim, uint64_t seed, Return& times) {
+int await_return(
+    const Group& group, const test::ExchangeSetup& setup, int victim, uint64_t seed, Return& times
+) {
   ::alarm(static_cast<unsigned>(kBound.count()));
-  Exchange exchange = shrinking(group);
-  const test::SurvivorRounds rounds(eight_ranks(), {});
+  Exchange exchange = shrinking(group, setup);
+  const test::SurvivorRounds rounds(setup, {});
   std::string problem = rounds.run(exchange, seed, [&](int call) {
     if (call == 1 && group.rank() == victim) {
       std::raise(SIGKILL);
@@ -197,11 +212,11 @@ int await_return(const Group& group, int victim, uint64_t seed, Return& times) {
     times.is_invited = true;
   }
   exchange.readmit(std::array{victim});
-  const int status = go_on_together(exchange, seed + 1, times);
+  const int status = go_on_together(exchange, setup, seed + 1, times);
   return problem.empty() ? status : 1;
 }
 
-Json measure_readmissions(int num_returns, uint64_t seed) {
+Json measure_readmissions(const test::ExchangeSetup& setup, int num_returns, uint64_t seed) {
   std::vector<double> ms;
   int num_wrong = 0;
   int num_hung = 0;
@@ -214,10 +229,10 @@ Json measure_readmissions(int num_returns, uint64_t seed) {
     const uint64_t own_seed = seed + static_cast<uint64_t>(number) * 1000;
     const pid_t spare = ::fork();
     if (spare == 0) {
-      come_back(victim, own_seed + 1, *times);
+      come_back(victim, setup, own_seed + 1, *times);
     }
     const auto body = [&](const Group& group) {
-      return await_return(group, victim, own_seed, *times);
+      return await_return(group, setup, victim, own_seed, *times);
     };
     auto statuses = run_forked(kDeathRanks, body, {.notice = 2 * kBound});
     int status = 0;
@@ -239,7 +254,7 @@ Json measure_readmissions(int num_returns, uint64_t seed) {
   return {
       {"op", "readmission"},
       {"executor", "cpu"},
-      {"transport", "shm"},
+      {"transport", transport_of(setup)},
       {"ranks", kDeathRanks},
       {"readmissions", num_returns},
       {"wrong", num_wrong},
@@ -265,9 +280,15 @@ constexpr int kCostRanks = 2;
 // One exchange with its data, of one rank.
 class Contender {
  public:
-  Contender(const Group& group, const CostCase& shape, int64_t hidden, PeerLoss on_peer_loss)
+  Contender(
+      const Group& group,
+      const test::ExchangeSetup& setup,
+      const CostCase& shape,
+      int64_t hidden,
+      PeerLoss on_peer_loss
+  )
       : input_(program::make_input(workload(shape, hidden), group.rank())),
-        exchange_(group, config(shape, hidden, on_peer_loss)) {
+        exchange_(test::make_exchange(group, setup, config(setup, shape, hidden, on_peer_loss))) {
     const Plan plan = exchange_.plan(input_.routing());
     rows_ = exchange_.allocate(plan.num_rows(), hidden, DType::kBFloat16);
     x_ = program::Matrix(DType::kBFloat16, plan.num_tokens(), hidden);
@@ -291,13 +312,15 @@ class Contender {
     workload.routing.topk = kTopk;
     return workload;
   }
-  static ExchangeConfig config(const CostCase& shape, int64_t hidden, PeerLoss on_peer_loss) {
+  static ExchangeConfig config(
+      const test::ExchangeSetup& setup, const CostCase& shape, int64_t hidden, PeerLoss on_peer_loss
+  ) {
     ExchangeConfig config;
     config.hidden = hidden;
     config.max_tokens = shape.tokens;
     config.num_experts = kExperts;
     config.max_topk = kTopk;
-    config.transport = "loopback";
+    config.transport = setup.transport;
     config.num_threads = 1;
     config.on_peer_loss = on_peer_loss;
     return config;
@@ -310,13 +333,19 @@ class Contender {
 };
 
 // Both in turns, which of them is first too. The difference is the median over the pairs.
-Json measure_cost(const CostCase& shape, int64_t hidden) {
+Json measure_cost(const CostCase& shape, int64_t hidden, bool are_in_domains) {
+  test::ExchangeSetup setup;
+  setup.num_ranks = kCostRanks;
+  setup.transport = are_in_domains ? "ofi:tcp" : "loopback";
+  if (are_in_domains) {
+    setup.domain_of = {0, 1};
+  }
   std::vector<double> fail;
   std::vector<double> shrink;
   run_threads(kCostRanks, [&](const Group& group) {
     program::Progress progress(fmt::format("cost in case {}", shape.name), group.rank() == 0);
-    Contender without(group, shape, hidden, PeerLoss::kFail);
-    Contender with(group, shape, hidden, PeerLoss::kShrink);
+    Contender without(group, setup, shape, hidden, PeerLoss::kFail);
+    Contender with(group, setup, shape, hidden, PeerLoss::kShrink);
     std::array<std::vector<double>, 2> mine;
     for (int i = -1; i < shape.iterations; ++i) {
       progress.update(static_cast<double>(i + 1) / shape.iterations);
@@ -343,7 +372,7 @@ Json measure_cost(const CostCase& shape, int64_t hidden) {
   return {
       {"op", "shrink_cost"},
       {"executor", "cpu"},
-      {"transport", "loopback"},
+      {"transport", transport_of(setup)},
       {"case", std::string(1, shape.name)},
       {"ranks", kCostRanks},
       {"tokens", shape.tokens},
@@ -374,6 +403,7 @@ struct Asked {
   int samples = 50;
   uint64_t seed = 1;
   bool is_on_gpus = false;
+  bool are_in_domains = false;
   bool is_smoke = false;
   std::string json_path;
 };
@@ -393,6 +423,7 @@ void add_options(CLI::App& app, Asked& asked) {
       asked.is_on_gpus,
       "On the GPUs of this host; eager calls and graphs are counted apart"
   );
+  app.add_flag("--domains", asked.are_in_domains, "Ranks of CPUs are in several domains");
   app.add_option(
       "--limit-seconds", asked.counts.seconds, "On GPUs: no group of processes begins after so long"
   );
@@ -439,17 +470,21 @@ void measure_on_gpus(const Asked& asked, Rows& rows) {
 }
 
 void measure_on_cpus(const Asked& asked, Rows& rows) {
+  const test::ExchangeSetup setup = eight_ranks(asked.are_in_domains);
   if (asked.counts.deaths > 0) {
-    rows.add(Json::array({measure_deaths(asked.counts.deaths, asked.seed)}));
+    rows.add(Json::array({measure_deaths(setup, asked.counts.deaths, asked.seed)}));
   }
   if (asked.counts.returns > 0) {
-    rows.add(Json::array({measure_readmissions(asked.counts.returns, asked.seed)}));
+    rows.add(Json::array({measure_readmissions(setup, asked.counts.returns, asked.seed)}));
   }
   if (asked.samples > 0) {
     const int64_t hidden = asked.is_smoke ? 256 : kHidden;
     const CostCase a = {.name = 'A', .tokens = 512, .iterations = asked.samples};
     const CostCase d = {.name = 'D', .tokens = 128, .iterations = 20 * asked.samples};
-    rows.add(Json::array({measure_cost(a, hidden), measure_cost(d, hidden)}));
+    rows.add(Json::array(
+        {measure_cost(a, hidden, asked.are_in_domains),
+         measure_cost(d, hidden, asked.are_in_domains)}
+    ));
   }
 }
 

@@ -58,14 +58,17 @@ enum class Mover : uint8_t {
 // What becomes of a call during which ranks die, leave, or let a deadline pass.
 enum class PeerLoss : uint8_t {
   kFail,  // it throws on all other ranks, and the exchange can no longer be used
-  // CPU exchanges of one host: it ends without them, on all others with the same members and the
-  // bits of an exchange that had only these. Lost ranks have no tokens, and a token's routes to
+  // CPU exchanges: it ends without them, on all others with the same members and the bits of an
+  // exchange that had only these. Lost ranks have no tokens, and a token's routes to
   // their experts give nothing, or go to replicas on ranks that are alive where a plan is given
   // some (Balancing::placement). A dispatch or combine by an older plan keeps its slots, routes to
-  // lost ranks give nothing then; dispatch fills the rows of lost ranks with zeros. A rank that was
-  // given up and comes back gets a PeerError. Threads of one process are lost only by leaving. A
-  // process is late when nothing was heard of it for the timeout; a wait for ranks that are all
-  // heard of ends after twice that, and the exchange with it, as with kFail.
+  // lost ranks give nothing then; dispatch fills the rows of lost ranks with zeros, and combine
+  // adds as in one domain. A rank that was given up and comes back gets a PeerError. Threads of one
+  // process are lost only by leaving. A process is late when nothing was heard of it for the
+  // timeout; a wait for ranks that are all heard of ends after twice that, and the exchange with
+  // it, as with kFail. Between domains it takes more than half of the members to go on without
+  // ranks that may still live, so that of two sides of a cut link one at most does; the others end
+  // as with kFail. WEFT_FABRIC_ADDRESS must be set where the ranks are on several hosts.
   // GPUs of one host: the kernels that wait end at once, and the next call, or check(), of every
   // rank that is left throws a PeerError of code kRanksLost once all of these have come to it. The
   // last CallReport::void_calls calls of a rank are void then; the exchange goes on without the
@@ -238,8 +241,9 @@ class Exchange {
   // range, kUnsupported without PeerLoss::kShrink and for threads of this process that have not
   // left.
   void mask(std::span<const int> ranks);
-  // Local. By this a new process takes the place of a rank that is lost (Group::rejoin). Throws
-  // Error (kUnsupported) without PeerLoss::kShrink; so do readmit() and grow().
+  // Local. By this a new process takes the place of a rank that is lost (Group::rejoin); keep it as
+  // secret as the group's. Throws Error (kUnsupported) without PeerLoss::kShrink; so do readmit()
+  // and grow().
   [[nodiscard]] std::string invitation() const;
   // By all ranks that are left, between the same two calls: takes lost ranks in again, whose new
   // processes make the exchange by an invitation meanwhile. Then all go on together, and plans from

@@ -314,7 +314,10 @@ Target CpuExchange::staging_at(uint64_t offset) const {
   return {.region = staging_.ref, .offset = offset, .place = Place::kStaging};
 }
 
-bool CpuExchange::may_touch_peers() const {
+bool CpuExchange::may_touch_peers(const PlanData& plan) const {
+  if (domains_->has_several() && !plan.between) {
+    return false;  // without forwarders rows come from ranks of other domains, too
+  }
   const uint32_t own_slot = control_slots_[static_cast<size_t>(context_.rank)];
   return settings_.fan_out == FanOut::kSource &&
          transport_->mapped(context_.rank, own_slot) != nullptr;

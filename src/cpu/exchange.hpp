@@ -130,7 +130,7 @@ class CpuExchange : public Executor {
   // Makes reachable what the peers named in their words.
   void import_targets(std::span<const CallWord> words);
   // Token ranks shall store and read rows in the experts' ranks themselves (FanOut::kSource).
-  [[nodiscard]] bool may_touch_peers() const;
+  [[nodiscard]] bool may_touch_peers(const PlanData& plan) const;
   void count_crossings(const CrossingCount& count, int64_t row_bytes);
   [[nodiscard]] CpuRank cpu_rank() {
     return {*transport_, *waiter_, *workers_, signals_, settled_, survival_.get()};

@@ -140,10 +140,23 @@ void CpuExchange::rejoin(const Group& group, const Invitation& invitation) {
   transport_name_ = invitation.transport;
   settings_.transport = transport_name_.substr(0, transport_name_.find(':'));
   context_.transport = settings_.transport;
-  survival_ = std::make_unique<Survival>(group, context_, settings_.timeout);
   workers_ = std::make_unique<WorkerPool>(settings_.num_threads);
-  survival_->begin_call();
-  reconnect_at_last(kUnknownCalls);
+  // The others may let it go again before all have met, where they still heard of one before it.
+  for (const Deadline deadline(settings_.timeout);;) {
+    try {
+      survival_ = std::make_unique<Survival>(group, context_, settings_.timeout);
+      survival_->begin_call();
+      reconnect_at_last(kUnknownCalls);
+      return;
+    } catch (const PeerError&) {
+      if (deadline.has_passed()) {
+        throw;
+      }
+      broken_ = nullptr;
+      board_.reset();
+      waiter_.reset();  // they know the one that was let go
+    }
+  }
 }
 
 // Like a call: it ends in the same way, and with the same members, on all that are left.

@@ -214,6 +214,7 @@ void Links::take(int rank, uint64_t life, const Card& card, bool connects) {
     link = std::exchange(next, {});
     return;
   }
+  next = {};  // another process that wanted the same life
   link = {};
   link.life = life;
   link.card = card;
@@ -331,9 +332,14 @@ bool Links::has_ended(int rank) const {
   return link.has_ended || !link.watch.is_alive();
 }
 
+bool Links::is_open(int rank) const {
+  return links_[static_cast<size_t>(rank)].socket.is_open();
+}
+
 bool Links::has_next(int rank) const {
   const Link& next = next_[static_cast<size_t>(rank)];
-  return next.socket.is_open() && !next.has_ended && next.watch.is_alive();
+  return next.life == links_[static_cast<size_t>(rank)].life + 1 && next.socket.is_open() &&
+         next.watch.is_alive();
 }
 
 std::vector<pollfd> Links::wanted() const {

@@ -69,6 +69,7 @@ class Links {
   [[nodiscard]] bool has_unsent() const;
   // The process has ended, as far as this host or the connection knows.
   [[nodiscard]] bool has_ended(int rank) const;
+  [[nodiscard]] bool is_open(int rank) const;
   // The next life of a rank has come, and has not ended.
   [[nodiscard]] bool has_next(int rank) const;
 

@@ -508,6 +508,14 @@ void MessageRoll::ask(bool is_asking) {
   }
 }
 
+bool MessageRoll::is_turned_away() const {
+  const std::lock_guard lock(mutex_);
+  const Agreed& agreed = ballots_.agreed();
+  return !ballots_.is_in() && std::ranges::none_of(agreed.members.ranks, [this](int rank) {
+    return rank != context_.rank && links_.is_open(rank);
+  });
+}
+
 bool MessageRoll::asks(int rank) const {
   const std::lock_guard lock(mutex_);
   return peer(rank).next_asks && links_.has_next(rank);

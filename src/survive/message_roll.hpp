@@ -60,6 +60,7 @@ class MessageRoll final : public Roll {
   void invite(Invitation& invitation) const override;
   void be_next(const Members& /*members*/) override {}  // it is from the beginning
   void ask(bool is_asking) override;
+  [[nodiscard]] bool is_turned_away() const override;
   [[nodiscard]] bool asks(int rank) const override;
 
  private:

@@ -75,6 +75,13 @@ void Survival::join() {
     if (roll_->is_in(members_)) {
       break;
     }
+    WEFT_CHECK(
+        context_,
+        !roll_->is_turned_away(),
+        ErrorCode::kPeerFailed,
+        "rejoin: another process has taken the place of rank {}",
+        context_.rank
+    );
     if (deadline.has_passed()) {
       roll_->leave();
       WEFT_RAISE(

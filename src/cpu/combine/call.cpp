@@ -184,7 +184,7 @@ void CpuExchange::combine(
       if (plan.sent[peer].size() > 0 && in.weights.is_given()) {
         to[peer].weights = staging_at(ready.weights[peer]);
       }
-      if (reads_rows(plan, peer, in) && region && may_touch_peers()) {
+      if (reads_rows(plan, peer, in) && region && may_touch_peers(plan)) {
         const auto begin = static_cast<uint64_t>(in.rows.data - region->data);
         to[peer].own_rows = {.region = region->ref, .offset = begin, .place = Place::kEverySlot};
       }

@@ -158,7 +158,7 @@ void CpuExchange::dispatch(
          .plan_number = static_cast<int64_t>(plan.call),
          .payload = payload}
     );
-    const Place direct = may_touch_peers() ? Place::kEverySlot : Place::kPrimarySlot;
+    const Place direct = may_touch_peers(plan) ? Place::kEverySlot : Place::kPrimarySlot;
     std::vector<CallWord> to(static_cast<size_t>(context_.num_ranks), word);
     for (size_t source = 0; source < to.size(); ++source) {
       const bool is_self = source == static_cast<size_t>(context_.rank);

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from domain_cases import NUM_RANKS, two_domains
 from oracle import HIDDEN, gather, inputs
 
 PER_RANK = 2  # experts
@@ -146,6 +147,26 @@ def killed(rank, num_ranks, group, name):
 @pytest.mark.parametrize("name", ["dispatch", "backward"])
 def test_gradients_are_those_of_the_survivors_when_a_rank_is_killed(ranks, name):
     ranks(killed, 3, name, dying=(1,))
+
+
+def killed_between_domains(rank, num_ranks, group):
+    del group
+    with two_domains() as group:
+        told = []
+        ex = exchange_of(group, num_ranks, on_loss=told.append)
+        forward_and_backward(ex, num_ranks, lambda _: None)
+
+        def step(now):
+            if now == "combine" and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        forward_and_backward(ex, num_ranks, step)
+        forward_and_backward(ex, num_ranks, lambda _: None)
+        assert told == [weft.CallReport(1, [0, 2, 3], [1], [2, 3])]
+
+
+def test_ranks_of_several_domains_go_on_when_one_is_killed(ranks):
+    ranks(killed_between_domains, NUM_RANKS, dying=(1,))
 
 
 def interrupted(rank, num_ranks, group):

@@ -98,11 +98,10 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         From allow_mnnvl on arguments go by keyword, as their positions differ between versions of
         `deep_ep`. ValueError without group and comm.
 
-        enable_shrink: on one host calls go on without ranks that die, leave or let the deadline
-        pass: with CPU tensors those of both modes, and such a rank is masked on all others alike
-        when the call that lost it returns; with CUDA tensors low-latency calls, as
-        `LowLatencyMode` explains. Elsewhere masks are there and a rank that is lost makes the
-        others raise.
+        enable_shrink: calls go on without ranks that die, leave or let the deadline pass: with CPU
+        tensors those of both modes, and such a rank is masked on all others alike when the call
+        that lost it returns; with CUDA tensors low-latency calls on one host, as `LowLatencyMode`
+        explains. Elsewhere masks are there and a rank that is lost makes the others raise.
         """
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl
         del allow_nvlink_for_normal_mode, use_fabric

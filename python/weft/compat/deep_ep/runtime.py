@@ -49,9 +49,9 @@ class ExchangePool:
     def __init__(
         self, group: Group, timeout: float, on_loss: Callable[[Iterable[int]], None] | None = None
     ) -> None:
-        """on_loss: on one host exchanges go on without ranks that are lost, for which this is
-        called on all that are left: among CPUs at the end of the call that has lost them, among
-        GPUs, for calls `with_masks` only, as `Steps` explains."""
+        """on_loss: exchanges go on without ranks that are lost, for which this is called on all
+        that are left: among CPUs at the end of the call that has lost them, among GPUs of one
+        host, for calls `with_masks` only, as `Steps` explains."""
         self.group = group
         self.last: Exchange | None = None  # that a call was made on
         self.planned: Exchange | None = None  # what `get` gave the last `Call` that plans
@@ -158,8 +158,9 @@ class ExchangePool:
 
     def can_lose(self, device: torch.device, with_masks: bool = True) -> bool:
         """Whether calls there go on without lost ranks."""
-        is_any = self._on_loss is not None and len(self.group.domains) == 1
-        return is_any and (with_masks or device.type == "cpu")
+        is_one_host = len(self.group.domains) == 1
+        may = device.type == "cpu" or (with_masks and is_one_host)
+        return self._on_loss is not None and may
 
     def is_in_step(self, exchange: Exchange, plan: Plan | None = None) -> bool:
         """Whether a call on GPUs, by a plan if that is given, goes on without lost ranks and is

@@ -99,9 +99,9 @@ class Buffer(DeepEPBuffer):
     another mask, makes the others raise `weft.TimeoutError` after 300 s. What they need stays until
     one of them is disconnected.
 
-    In low-latency mode on one host calls go on without ranks that die, leave or let the deadline
-    pass: they are lost, which masks them on all others alike: with CPU tensors when the call
-    returns, with CUDA tensors as `weft.compat.deep_ep.low_latency.LowLatencyMode` explains. Who is
+    In low-latency mode calls go on without ranks that die, leave or let the deadline pass: they
+    are lost, which masks them on all others alike: with CPU tensors when the call returns, with
+    CUDA tensors on one host, as `weft.compat.deep_ep.low_latency.LowLatencyMode` explains. Who is
     lost comes back by `connect_ranks`. Elsewhere their end makes the others raise.
     """
 
