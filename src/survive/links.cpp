@@ -129,8 +129,13 @@ void Links::connect_all(
   }
 }
 
+// Not open if nobody can be reached there.
 Socket Links::connect(const Card& card, const Deadline& deadline) const {
-  Socket socket = connect_to_card(card.address.data(), card.port, deadline, context_);
+  Socket socket;
+  try {
+    socket = connect_to_card(card.address.data(), card.port, deadline, context_);
+  } catch (const Error&) {  // the card of nobody
+  }
   const Introduction own = {
       .rank = context_.rank, .life = own_life_, .token = token_, .card = own_card_};
   if (socket.is_open() && send_all(socket, bytes_of(own), deadline) != IoState::kDone) {
