@@ -44,9 +44,12 @@ bool Ballots::has_arrived(int rank, uint64_t epoch, uint64_t call) const {
   return last.epoch == epoch && last.call >= call;  // who is further has seen the end of this one
 }
 
-bool Ballots::lacks_vote_of(int rank) const {
-  if (own_vote() == nullptr || rank == rank_ || leaves_out(rank)) {
+bool Ballots::lacks_word_of(int rank) const {
+  if (own_vote() == nullptr || rank == rank_) {
     return false;
+  }
+  if (leaves_out(rank)) {
+    return own_vote()->wishes[static_cast<size_t>(rank)] == Wish::kSilent;
   }
   const Vote* theirs = vote_of(rank);
   return theirs == nullptr || theirs->wishes != own_vote()->wishes;

@@ -72,8 +72,9 @@ class Ballots {
   // It was one, and the others have left it out.
   [[nodiscard]] bool is_out() const { return is_out_; }
   [[nodiscard]] bool has_arrived(int rank, uint64_t epoch, uint64_t call) const;
-  // This rank has voted for members with `rank`, which has not voted for the same yet.
-  [[nodiscard]] bool lacks_vote_of(int rank) const;
+  // This rank has voted for members with `rank`, which has not voted for the same yet, or without
+  // it for its silence, which its proven end would make up for.
+  [[nodiscard]] bool lacks_word_of(int rank) const;
 
   // The rank, or this one, has arrived.
   void arrive(int rank, uint64_t epoch, uint64_t call);

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <linux/sockios.h>
 #include <set>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <utility>
 
@@ -101,6 +103,7 @@ void Links::connect_all(
           std::strerror(errno)
       );
       link.is_awaited = false;
+      link.is_known = true;
     }
     if (group.topology().host_of[at] == this_host()) {
       watch(link);
@@ -219,7 +222,9 @@ void Links::take(int rank, uint64_t life, const Card& card, bool connects) {
     link = std::exchange(next, {});
     return;
   }
-  next = {};  // another process that wanted the same life
+  if (next.life <= life) {  // another process that wanted the same life
+    next = {};
+  }
   link = {};
   link.life = life;
   link.card = card;
@@ -269,13 +274,18 @@ void Links::seat(Guest& guest, const Events& events) {
   if (said.life == link.life && link.is_awaited) {
     link.socket = std::move(socket);
     link.is_awaited = false;
+    link.is_known = true;
     push(link);
-  } else if (said.life == link.life + 1) {
-    Link& next = next_[static_cast<size_t>(said.rank)];
+    return;
+  }
+  // This rank may have yet to hear of the life before.
+  Link& next = next_[static_cast<size_t>(said.rank)];
+  if (said.life > link.life && (!next.socket.is_open() || said.life >= next.life)) {
     next = {};
     next.life = said.life;
     next.card = said.card;
     next.socket = std::move(socket);
+    next.is_known = true;
     watch(next);
   }
 }
@@ -328,7 +338,10 @@ void Links::push(Link& link) {
 
 bool Links::has_unsent() const {
   return std::ranges::any_of(links_, [](const Link& link) {
-    return link.socket.is_open() && !link.unsent.empty();
+    int on_the_way = 0;
+    return link.socket.is_open() &&
+           (!link.unsent.empty() ||
+            (::ioctl(link.socket.get(), SIOCOUTQ, &on_the_way) == 0 && on_the_way > 0));
   });
 }
 
@@ -381,13 +394,15 @@ void Links::read(int rank, Link& link, const Events& events) {
     errno = 0;  // which a side that has closed leaves as it is
     const IoState state = link.reader.read_some(link.socket);
     if (state == IoState::kClosed) {
-      link.has_ended = errno == 0 || errno == ECONNRESET || errno == EPIPE;
+      // Who has not been let in at all was turned away.
+      link.has_ended = link.is_known && (errno == 0 || errno == ECONNRESET || errno == EPIPE);
       link.unsent.clear();
       link.socket.close();
     }
     if (state != IoState::kDone) {
       return;
     }
+    link.is_known = true;
     const Frame frame = link.reader.take();
     events.on_frame(rank, life, frame);  // which may take the next life in
   }

@@ -65,7 +65,8 @@ class Links {
   void send(int rank, FrameKind kind, std::span<const std::byte> payload);
   // To the next life of a rank, if it has come.
   void send_next(int rank, FrameKind kind, std::span<const std::byte> payload);
-  // Something has not gone yet.
+  // Something has not gone yet, or is not known to have come to the other host. What has is read
+  // there although this process ends.
   [[nodiscard]] bool has_unsent() const;
   // The process has ended, as far as this host or the connection knows.
   [[nodiscard]] bool has_ended(int rank) const;
@@ -108,6 +109,7 @@ class Links {
     Bytes unsent;
     ProcessWatch watch;       // of a process that this host can watch
     bool is_awaited = false;  // it has not been there yet
+    bool is_known = false;    // the other side has taken the connection for that of a rank
     bool has_ended = false;
   };
   // The first bytes on a connection.

@@ -212,7 +212,8 @@ void MessageRoll::run() {
       wanted = links_.wanted();
     }
     const auto most = std::chrono::duration_cast<std::chrono::milliseconds>(beat_every_);
-    ::poll(wanted.data(), wanted.size(), std::max(1, static_cast<int>(most.count())));
+    const int ms = is_stopping_ ? 1 : std::max(1, static_cast<int>(most.count()));
+    ::poll(wanted.data(), wanted.size(), ms);
     const std::lock_guard lock(mutex_);
     links_.move(
         {.on_frame =
@@ -228,14 +229,21 @@ void MessageRoll::run() {
 void MessageRoll::hear(int rank, uint64_t life, const Frame& frame) {
   Peer& one = peer(rank);
   const uint64_t now = lives_[static_cast<size_t>(rank)];
-  if (life == now) {
-    hear_member(rank, frame);
-  } else if (life == now + 1 && frame.header.kind == FrameKind::kAsk) {
-    one.next_asks = true;
+  if (life <= now) {
+    if (life == now) {
+      hear_member(rank, frame);
+    }
+    return;
+  }
+  const bool asks = frame.header.kind == FrameKind::kAsk;
+  if (one.next_life != life || asks) {
+    one.next_life = life;
+    one.next_asks = asks;
     one.next_frames.clear();
-  } else if (life == now + 1 && frame.header.kind == FrameKind::kLeft) {
+  }
+  if (frame.header.kind == FrameKind::kLeft) {
     one.next_asks = false;
-  } else if (life == now + 1 && one.next_frames.size() < kMostFrames) {
+  } else if (!asks && one.next_frames.size() < kMostFrames) {
     one.next_frames.push_back(frame);
   }
 }
@@ -344,8 +352,14 @@ void MessageRoll::take_lives() {
     if (!ballots_.is_in() && is_asking_) {
       links_.send(rank, FrameKind::kAsk, {});
     }
-    said.emplace_back(rank, std::move(peers_[at].next_frames));
-    peers_[at] = {};
+    Peer before = std::exchange(peers_[at], {});
+    if (before.next_life == lives[at]) {
+      said.emplace_back(rank, std::move(before.next_frames));
+    } else if (before.next_life > lives[at]) {
+      peers_[at].next_life = before.next_life;
+      peers_[at].next_asks = before.next_asks;
+      peers_[at].next_frames = std::move(before.next_frames);
+    }
   }
   for (const auto& [rank, frames] : said) {
     for (const Frame& frame : frames) {
@@ -411,7 +425,7 @@ bool MessageRoll::has_arrived(int rank, const Members& with, uint64_t call) cons
 
 bool MessageRoll::is_awaited(int rank, const Members& with, uint64_t call) const {
   const std::lock_guard lock(mutex_);
-  return !ballots_.has_arrived(rank, with.epoch, call) || ballots_.lacks_vote_of(rank);
+  return !ballots_.has_arrived(rank, with.epoch, call) || ballots_.lacks_word_of(rank);
 }
 
 std::optional<Bytes> MessageRoll::mail(int rank, uint64_t epoch, uint64_t round) const {

@@ -76,7 +76,8 @@ class MessageRoll final : public Roll {
     bool has_died = false;                          // as another rank has proven
     std::optional<Clock::time_point> silent_since;  // that it was proposed to go on without it
     std::map<MailNumber, Bytes> mail;
-    // Of the next life in its place: it wants to be taken in, and what it has said before it was.
+    // Of a later life in its place: it wants to be taken in, and what it has said before it was.
+    uint64_t next_life = 0;
     bool next_asks = false;
     std::vector<Frame> next_frames;
   };

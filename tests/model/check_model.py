@@ -15,6 +15,7 @@ from pathlib import Path
 # Bounds of the night; the models have those of the day themselves.
 NIGHT = {
     "answers": ["N=3"],
+    "ballots": ["N=4", "C=1"],
     "cpu": ["NIGHT"],
     "copies": ["C=4"],
     "dispatch": ["C=4"],
@@ -33,6 +34,10 @@ NEEDS = {
     "HEEDS_LOST": ["DEATHS=1"],
     "RETURNS_ALONE": ["N=4", "C=1"],
     "NEWCOMERS_ONCE": ["N=4", "DEATHS=1"],
+    "ANY_VOTES": ["N=4", "C=1"],
+    "KEEPS_ITS_FIRST": ["N=4", "C=1"],
+    "TAKES_FROM_THE_LEFT_OUT": ["N=4", "C=1"],
+    "ONLY_DECIDERS_TELL": ["N=4", "C=1"],
 }
 # Process types of a model have `provided` clauses, which forbid partial order reduction.
 COMPILE = ["gcc", "-w", "-DNOREDUCE", "-DSAFETY", "-DNOCLAIM", "-DVECTORSZ=4096", "-DMEMLIM=8000", "-o", "pan", "pan.c"]
