@@ -139,7 +139,7 @@ bool Ballots::decide() {
     const Vote* theirs = vote_of(member);
     return theirs != nullptr && theirs->wishes == own.wishes;
   };
-  const auto is_old = [this, old = old_ones(agreed_.members)](int member) {
+  const auto is_old = [old = old_ones(agreed_.members)](int member) {
     return std::ranges::binary_search(old, member);
   };
   const auto num_old = std::ranges::count_if(agreed_.members.ranks, is_old);
