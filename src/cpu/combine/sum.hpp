@@ -94,6 +94,9 @@ class CombineSum final : public ChunkWork<CombineSum<Rows>> {
     }
     for (size_t peer = 0; plan_.between && peer < crossed_.num_peers(); ++peer) {
       const auto domain = plan_.between->domains->domain_of(static_cast<int>(peer));
+      if (domain < 0) {
+        continue;  // lost
+      }
       const std::vector<int32_t>& tokens = plan_.between->sent[static_cast<size_t>(domain)];
       if (!each_chunk_of(crossed_, peer, tokens, unit, visit)) {
         return;
