@@ -384,4 +384,16 @@ StormCount run_storm(uint64_t seed, const StormLimits& limits) {
   return count;
 }
 
+StormCount run_storms(int64_t num_lost, const StormLimits& limits) {
+  StormCount count;
+  for (uint64_t seed = 1; count.lost() < num_lost && count.wrong + count.hung == 0; ++seed) {
+    const StormCount storm = run_storm(seed, limits);
+    if (storm.lost() == 0) {
+      return count;  // who asked for ranks that are lost will miss them
+    }
+    count += storm;
+  }
+  return count;
+}
+
 }  // namespace weft::test

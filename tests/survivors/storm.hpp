@@ -33,5 +33,7 @@ struct StormLimits {
 // One storm among processes, its ranks, its calls and its events by the seed. What goes wrong is
 // told on stderr, with the seed. Call before starting threads.
 [[nodiscard]] StormCount run_storm(uint64_t seed, const StormLimits& limits = {});
+// Storms of seeds from 1 on, until so many ranks were lost or anything was wrong or hung.
+[[nodiscard]] StormCount run_storms(int64_t num_lost, const StormLimits& limits);
 
 }  // namespace weft::test
