@@ -60,20 +60,19 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
 
 void Survival::join() {
   roll_->be_next(members_);
-  // Where the others have yet to see that the one before it in its place is gone.
-  while (members_.has(context_.rank)) {
-    std::vector<int> rest;
-    std::ranges::remove_copy(members_.ranks, std::back_inserter(rest), context_.rank);
-    roll_->propose(members_, roll_->committed() + 1, rest);
-    members_ = roll_->members();
-  }
-  roll_->ask(true);
   const Deadline deadline(timeout_);
-  for (;;) {
+  for (bool is_asking = false;;) {
     const uint32_t doorbell = roll_->doorbell();
     members_ = roll_->members();
     if (roll_->is_in(members_)) {
       break;
+    }
+    if (members_.has(context_.rank)) {  // the others have yet to see that the one before it is gone
+      std::vector<int> rest;
+      std::ranges::remove_copy(members_.ranks, std::back_inserter(rest), context_.rank);
+      roll_->propose(members_, roll_->committed() + 1, rest);
+    } else if (!std::exchange(is_asking, true)) {
+      roll_->ask(true);
     }
     WEFT_CHECK(
         context_,
@@ -137,6 +136,7 @@ std::vector<int> Survival::readmit(std::span<const int> ranks) {
     if (is_proposed && !has_moved()) {  // perhaps for the vote of one that is gone
       static_cast<void>(is_over(wait));
       static_cast<void>(propose_without_gone(/*is_open=*/false));
+      check_decided(wait, "readmit", ranks);
     }
     if (!has_moved()) {
       roll_->beat();
@@ -327,6 +327,27 @@ bool Survival::is_undecided(const Vigil& wait) const {
   return Clock::now() - wait.begin >= 2 * timeout_ + kPatience;
 }
 
+void Survival::check_decided(const Vigil& wait, std::string_view op, std::span<const int> about)
+    const {
+  if (!is_undecided(wait)) {
+    return;
+  }
+  const Roll::Members now = roll_->members();
+  std::vector<int> late;
+  std::ranges::copy_if(now.ranks, std::back_inserter(late), [&](int rank) {
+    return rank != context_.rank && roll_->is_awaited(rank, now, call_);
+  });
+  WEFT_RAISE(
+      context_,
+      ErrorCode::kTimeout,
+      "{}: no word from {} on {} (more than half of {} ranks have to agree)",
+      op,
+      late.empty() ? "nobody" : rank_list(late),
+      rank_list(about),
+      now.ranks.size()
+  );
+}
+
 void Survival::give_up(std::span<const int> ranks) {
   for (const int rank : ranks) {
     WEFT_CHECK(
@@ -349,13 +370,7 @@ void Survival::give_up(std::span<const int> ranks) {
     std::vector<int> rest;
     std::ranges::remove_copy_if(now.ranks, std::back_inserter(rest), is_out);
     roll_->propose(now, call_ + 1, rest);
-    WEFT_CHECK(
-        context_,
-        !is_undecided(wait),
-        ErrorCode::kTimeout,
-        "mask: the other ranks have not agreed to go on without {}",
-        rank_list(ranks)
-    );
+    check_decided(wait, "mask", ranks);
     if (roll_->epoch() == now.epoch) {
       roll_->sleep(doorbell, kLookEvery);
     }

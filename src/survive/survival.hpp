@@ -110,6 +110,8 @@ class Survival {
   [[nodiscard]] bool propose_without_gone(bool is_open);
   // What was proposed would have been decided by now.
   [[nodiscard]] bool is_undecided(const Vigil& wait) const;
+  // Throws TimeoutError then, with the ranks that have said nothing `about` these.
+  void check_decided(const Vigil& wait, std::string_view op, std::span<const int> about) const;
 
   Group group_;
   Context context_;

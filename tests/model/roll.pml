@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The agreement by which the ranks of one host go on after some of them have died
-// (src/survive/roll.hpp): a call returns for all with the same members, or is made again by those
+// (src/survive/shared_roll.hpp): a call returns for all with the same members, or is made again by those
 // that are left.
 //
 // Checked: whoever returns from a call does so in the same epoch, as a member of it, with what it needs
