@@ -83,6 +83,13 @@ inline void check_place(std::string_view verb, int rank, int num_ranks) {
   return {.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = transport};
 }
 
+// A trivially copyable value, as it travels.
+template <class T>
+[[nodiscard]] std::span<const std::byte> value_bytes(const T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  return std::as_bytes(std::span(&value, 1));
+}
+
 // What a rank said in an all_gather, as a value: the T at the beginning of its block. Throws Error
 // (kPeerFailed) where there is less: ranks made different calls, or an application's own all_gather
 // lost something.

@@ -44,11 +44,6 @@ Socket connect_to_card(
   return connect_to(resolve(address, port, context).front(), deadline);
 }
 
-template <class T>
-std::span<const std::byte> bytes_of(const T& value) {
-  return std::as_bytes(std::span(&value, 1));
-}
-
 }  // namespace
 
 Links::Links(const Group& group, std::chrono::milliseconds timeout)
@@ -59,7 +54,7 @@ Links::Links(const Group& group, std::chrono::milliseconds timeout)
   const Deadline deadline(timeout);
   agree(group, [&] { open_listener(group); });
   token_ = gather_values(group, token_).front();
-  const std::vector<Bytes> cards = group.all_gather(bytes_of(own_card_));
+  const std::vector<Bytes> cards = group.all_gather(value_bytes(own_card_));
   agree(group, [&] { connect_all(group, cards, deadline); });
 }
 
@@ -122,12 +117,18 @@ void Links::connect_all(
       seat(guest, nobody_asks);
     }
     std::erase_if(guests_, [](const Guest& guest) { return !guest.socket.is_open(); });
+    std::vector<int> absent;
+    for (int rank = 0; rank < context_.num_ranks; ++rank) {
+      if (is_awaited(links_[static_cast<size_t>(rank)])) {
+        absent.push_back(rank);
+      }
+    }
     WEFT_CHECK(
         context_,
-        !deadline.has_passed(),
+        absent.empty() || !deadline.has_passed(),
         ErrorCode::kTimeout,
-        "survive: {} ranks have not connected in time",
-        std::ranges::count_if(links_, is_awaited)
+        "survive: {} did not connect in time",
+        rank_list(absent)
     );
   }
 }
@@ -141,7 +142,7 @@ Socket Links::connect(const Card& card, const Deadline& deadline) const {
   }
   const Introduction own = {
       .rank = context_.rank, .life = own_life_, .token = token_, .card = own_card_};
-  if (socket.is_open() && send_all(socket, bytes_of(own), deadline) != IoState::kDone) {
+  if (socket.is_open() && send_all(socket, value_bytes(own), deadline) != IoState::kDone) {
     socket.close();
   }
   return socket;
@@ -184,7 +185,7 @@ Bytes Links::ask(
   );
   const Introduction question = {.rank = -1, .token = token, .card = {}};
   Frame answer;
-  const bool is_answered = send_all(socket, bytes_of(question), deadline) == IoState::kDone &&
+  const bool is_answered = send_all(socket, value_bytes(question), deadline) == IoState::kDone &&
                            receive_frame(socket, answer, deadline) == IoState::kDone;
   WEFT_CHECK(
       context,
@@ -304,7 +305,7 @@ void Links::queue(Link& link, FrameKind kind, std::span<const std::byte> payload
   }
   const bool was_empty = link.unsent.empty();
   const FrameHeader header = {.kind = kind, .code = 0, .bytes = payload.size()};
-  const auto bytes = bytes_of(header);
+  const auto bytes = value_bytes(header);
   link.unsent.insert(link.unsent.end(), bytes.begin(), bytes.end());
   link.unsent.insert(link.unsent.end(), payload.begin(), payload.end());
   if (was_empty && link.socket.is_open()) {

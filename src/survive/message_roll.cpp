@@ -2,12 +2,12 @@
 #include "survive/message_roll.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <poll.h>
 
 #include "core/check.hpp"
 #include "group/control_plane.hpp"
+#include "survive/messages.hpp"
 
 namespace weft {
 namespace {
@@ -20,86 +20,6 @@ constexpr auto kBeatEvery = std::chrono::milliseconds(100);
 constexpr auto kClosePatience = std::chrono::seconds(1);
 // What a new process may say before a rank has heard that it is let in.
 constexpr size_t kMostFrames = 1024;
-
-// --- what travels ---
-
-// The first bytes of all payloads but a beat's.
-struct Number {
-  uint64_t epoch = 0;
-  uint64_t of = 0;   // call, last call that is over, or round
-  uint64_t set = 0;  // of the members of that epoch, see number_of()
-};
-
-// Tells apart sets of members that might have the same epoch.
-uint64_t number_of(const Roll::Members& members) {
-  uint64_t hash = 14695981039346656037ULL;  // FNV-1a
-  const auto add = [&hash](uint64_t value) { hash = (hash ^ value) * 1099511628211ULL; };
-  add(members.epoch);
-  for (const int rank : members.ranks) {
-    add(static_cast<uint64_t>(rank));
-    add(members.lives[static_cast<size_t>(rank)]);
-  }
-  return hash;
-}
-
-void append(Bytes& bytes, std::span<const std::byte> more) {
-  const size_t begin = bytes.size();
-  bytes.resize(begin + more.size());
-  std::ranges::copy(more, bytes.begin() + static_cast<ptrdiff_t>(begin));
-}
-
-template <class T>
-std::span<const std::byte> bytes_of(const T& value) {
-  return std::as_bytes(std::span(&value, 1));
-}
-
-Bytes encode(const Vote& vote, uint64_t set) {
-  Bytes bytes;
-  append(bytes, bytes_of(Number{.epoch = vote.epoch, .of = vote.committed, .set = set}));
-  append(bytes, std::as_bytes(std::span(vote.wishes)));
-  return bytes;
-}
-
-// Of each rank 2 * life + (1 if it is a member).
-Bytes encode(const Agreed& agreed) {
-  Bytes bytes;
-  const Number number = {
-      .epoch = agreed.members.epoch, .of = agreed.committed, .set = number_of(agreed.members)};
-  append(bytes, bytes_of(number));
-  for (size_t rank = 0; rank < agreed.members.lives.size(); ++rank) {
-    const bool is_member = agreed.members.has(static_cast<int>(rank));
-    append(bytes, bytes_of(2 * agreed.members.lives[rank] + (is_member ? 1 : 0)));
-  }
-  return bytes;
-}
-
-// What follows the number, as values; fewer than are there if the rest is none.
-template <class T>
-std::vector<T> values_of(std::span<const std::byte> rest) {
-  std::vector<T> values(rest.size() / sizeof(T));
-  std::memcpy(values.data(), rest.data(), values.size() * sizeof(T));
-  return values;
-}
-
-Vote vote_of(const Number& number, std::span<const std::byte> rest) {
-  Vote vote = {.epoch = number.epoch, .committed = number.of, .wishes = values_of<Wish>(rest)};
-  std::ranges::replace_if(
-      vote.wishes, [](Wish wish) { return wish > Wish::kBack; }, Wish::kNone
-  );
-  return vote;
-}
-
-Agreed agreed_of(const Number& number, std::span<const std::byte> rest) {
-  Agreed agreed = {
-      .members = {.epoch = number.epoch, .ranks = {}, .lives = {}}, .committed = number.of};
-  for (const uint64_t bits : values_of<uint64_t>(rest)) {
-    if (bits % 2 != 0) {
-      agreed.members.ranks.push_back(static_cast<int>(agreed.members.lives.size()));
-    }
-    agreed.members.lives.push_back(bits / 2);
-  }
-  return agreed;
-}
 
 Agreed all_ranks(int num_ranks) {
   const auto count = static_cast<size_t>(num_ranks);
@@ -139,25 +59,6 @@ MessageRoll::Start MessageRoll::begin(const Group& group, std::chrono::milliseco
   return {.links = Links(group, timeout), .life = 0, .agreed = all_ranks(group.num_ranks())};
 }
 
-MessageRoll::Welcome MessageRoll::welcome_in(const Bytes& answer, const Context& context) {
-  const auto num_ranks = static_cast<size_t>(context.num_ranks);
-  const size_t agreed_bytes = sizeof(Number) + num_ranks * sizeof(uint64_t);
-  WEFT_CHECK(
-      context,
-      answer.size() == agreed_bytes + num_ranks * sizeof(Links::Card),
-      ErrorCode::kPeerFailed,
-      "rejoin: an answer of {} B is none of {} ranks",
-      answer.size(),
-      num_ranks
-  );
-  const std::span<const std::byte> bytes = answer;
-  Number number;
-  std::memcpy(&number, bytes.data(), sizeof number);
-  return {
-      .agreed = agreed_of(number, bytes.first(agreed_bytes).subspan(sizeof number)),
-      .cards = values_of<Links::Card>(bytes.subspan(agreed_bytes))};
-}
-
 MessageRoll::Start MessageRoll::join(
     const Group& group, const Invitation& invitation, std::chrono::milliseconds timeout
 ) {
@@ -167,7 +68,18 @@ MessageRoll::Start MessageRoll::join(
   for (;;) {
     const Bytes answer =
         Links::ask(invitation.address, invitation.port, invitation.token, deadline, context);
-    welcome = welcome_in(answer, context);
+    std::span<const std::byte> rest = answer;
+    const auto num_ranks = static_cast<size_t>(context.num_ranks);
+    const Number number = take_number(rest).value_or(Number());
+    welcome = welcome_in(number, rest, num_ranks);
+    WEFT_CHECK(
+        context,
+        welcome.agreed.members.lives.size() == num_ranks && welcome.cards.size() == num_ranks,
+        ErrorCode::kPeerFailed,
+        "rejoin: an answer of {} B is none of {} ranks",
+        answer.size(),
+        num_ranks
+    );
     if (!welcome.agreed.members.has(context.rank)) {
       break;
     }
@@ -249,7 +161,6 @@ void MessageRoll::hear(int rank, uint64_t life, const Frame& frame) {
 }
 
 void MessageRoll::hear_member(int rank, const Frame& frame) {
-  const std::span<const std::byte> payload = frame.payload;
   if (frame.header.kind == FrameKind::kLeft) {
     peer(rank).has_left = true;
     return;
@@ -258,22 +169,18 @@ void MessageRoll::hear_member(int rank, const Frame& frame) {
     ++peer(rank).beats;
     return;
   }
-  Number number;
-  if (payload.size() < sizeof number) {
-    return;
-  }
-  std::memcpy(&number, payload.data(), sizeof number);
-  const std::span<const std::byte> rest = payload.subspan(sizeof number);
+  std::span<const std::byte> rest = frame.payload;
+  const std::optional<Number> number = take_number(rest);
   // Who has other members tells so before it says anything else.
-  if (frame.header.kind != FrameKind::kAgreed && number.set != set()) {
+  if (!number || (frame.header.kind != FrameKind::kAgreed && number->set != set())) {
     return;
   }
   switch (frame.header.kind) {
     case FrameKind::kArrived:
-      ballots_.arrive(rank, number.epoch, number.of);
+      ballots_.arrive(rank, number->epoch, number->of);
       return;
     case FrameKind::kVote: {
-      const Vote vote = vote_of(number, rest);
+      const Vote vote = vote_in(*number, rest);
       for (size_t other = 0; other < std::min(vote.wishes.size(), peers_.size()); ++other) {
         peers_[other].has_died = peers_[other].has_died || vote.wishes[other] == Wish::kGone;
       }
@@ -281,17 +188,17 @@ void MessageRoll::hear_member(int rank, const Frame& frame) {
       return;
     }
     case FrameKind::kAgreed: {
-      const size_t bytes = std::min(rest.size(), peers_.size() * sizeof(uint64_t));
-      offered_ = values_of<Links::Card>(rest.subspan(bytes));
-      tell(ballots_.hear(rank, agreed_of(number, rest.first(bytes))));
+      Welcome welcome = welcome_in(*number, rest, peers_.size());
+      offered_ = std::move(welcome.cards);
+      tell(ballots_.hear(rank, welcome.agreed));
       return;
     }
     case FrameKind::kMail: {
       std::map<MailNumber, Bytes>& mail = peer(rank).mail;
-      mail[{number.epoch, number.of}] = Bytes(rest.begin(), rest.end());
+      mail[{number->epoch, number->of}] = Bytes(rest.begin(), rest.end());
       // The one before may not have been read yet.
-      const uint64_t first = std::max<uint64_t>(number.of, 1) - 1;
-      mail.erase(mail.begin(), mail.lower_bound({number.epoch, first}));
+      const uint64_t first = std::max<uint64_t>(number->of, 1) - 1;
+      mail.erase(mail.begin(), mail.lower_bound({number->epoch, first}));
       return;
     }
     default:
@@ -369,10 +276,7 @@ void MessageRoll::take_lives() {
 }
 
 Bytes MessageRoll::welcome() const {
-  Bytes bytes = encode(ballots_.agreed());
-  const std::vector<Links::Card> cards = links_.cards();
-  append(bytes, std::as_bytes(std::span(cards)));
-  return bytes;
+  return encode(Welcome{.agreed = ballots_.agreed(), .cards = links_.cards()});
 }
 
 void MessageRoll::ring() {
@@ -443,7 +347,7 @@ void MessageRoll::arrive(const Members& with, uint64_t call) {
     return;
   }
   ballots_.arrive(context_.rank, with.epoch, call);
-  tell_all(FrameKind::kArrived, bytes_of(number));
+  tell_all(FrameKind::kArrived, value_bytes(number));
   ring();
 }
 
@@ -489,10 +393,8 @@ void MessageRoll::propose(const Members& instead_of, uint64_t call, std::span<co
 }
 
 void MessageRoll::post(uint64_t epoch, uint64_t round, std::span<const std::byte> block) {
-  Bytes bytes;
   const std::lock_guard lock(mutex_);
-  append(bytes, bytes_of(Number{.epoch = epoch, .of = round, .set = set()}));
-  append(bytes, block);
+  const Bytes bytes = encode(Number{.epoch = epoch, .of = round, .set = set()}, block);
   hear_member(context_.rank, {.header = {.kind = FrameKind::kMail}, .payload = bytes});
   tell_all(FrameKind::kMail, bytes);
   ring();

@@ -64,11 +64,6 @@ class MessageRoll final : public Roll {
   [[nodiscard]] bool asks(int rank) const override;
 
  private:
-  // What a new process hears from a rank that is left.
-  struct Welcome {
-    Agreed agreed;
-    std::vector<Links::Card> cards;  // by rank
-  };
   using MailNumber = std::pair<uint64_t, uint64_t>;  // epoch, round
   struct Peer {
     uint64_t beats = 0;
@@ -82,7 +77,6 @@ class MessageRoll final : public Roll {
     std::vector<Frame> next_frames;
   };
 
-  [[nodiscard]] static Welcome welcome_in(const Bytes& answer, const Context& context);
   // What a roll begins with.
   struct Start {
     Links links;

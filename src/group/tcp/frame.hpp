@@ -20,7 +20,7 @@ enum class FrameKind : uint32_t {
   kBlock = 2,    // to rank 0: this rank's block
   kBlocks = 3,   // from rank 0: all blocks, see pack_blocks
   kFailure = 4,  // from rank 0: the group has ended; code is an ErrorCode, the payload says why
-  // Between ranks that go on without lost ones, see survive/message_roll.cpp.
+  // Between ranks that go on without lost ones, see survive/messages.hpp.
   kBeat = 5,
   kLeft = 6,
   kArrived = 7,
