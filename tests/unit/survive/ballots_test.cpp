@@ -307,6 +307,63 @@ TEST(BallotsTest, ASilentRankOfTwoIsNotLeftOut) {
   EXPECT_EQ(ballots.agreed().members.ranks, std::vector<int>{0});
 }
 
+// Ranks 0 and 1, which let a new process in the place of rank 2 in.
+struct Return {
+  Agreed two = {.members = {.epoch = 1, .ranks = {0, 1}, .lives = {0, 0, 0}}, .committed = 7};
+  Ballots zero{0, 0, two};
+  Ballots one{1, 0, two};
+  Ballots newcomer{2, 1, two};
+
+  Return() {
+    const std::vector<Wish> back = {Wish::kNone, Wish::kNone, Wish::kBack};
+    EXPECT_TRUE(zero.vote(back).is_vote);
+    EXPECT_TRUE(one.hear(0, *zero.own_vote()).is_agreed);
+    EXPECT_FALSE(newcomer.is_in());
+  }
+};
+
+TEST(BallotsTest, ANewProcessIsLetInByTheVotesOfTheOthers) {
+  Return world;
+  EXPECT_EQ(world.one.agreed().members.ranks, (std::vector<int>{0, 1, 2}));
+  EXPECT_EQ(world.one.agreed().members.lives, (std::vector<uint64_t>{0, 0, 1}));
+  EXPECT_FALSE(world.newcomer.hear(1, world.one.agreed()).is_agreed) << "it tells nobody";
+  EXPECT_TRUE(world.newcomer.is_in());
+  EXPECT_EQ(world.newcomer.agreed().committed, 7U);
+  EXPECT_TRUE(world.zero.hear(1, world.one.agreed()).is_agreed);
+  Ballots older(2, 0, world.two);
+  static_cast<void>(older.hear(1, world.one.agreed()));
+  EXPECT_FALSE(older.is_in()) << "the process before it";
+}
+
+TEST(BallotsTest, ANewProcessDoesNotCountAmongTheHalfAtFirst) {
+  Return world;
+  static_cast<void>(world.newcomer.hear(1, world.one.agreed()));
+  static_cast<void>(world.zero.hear(1, world.one.agreed()));
+  const std::vector<Wish> without_one = {Wish::kNone, Wish::kSilent, Wish::kNone};
+  EXPECT_TRUE(world.zero.vote(without_one).is_vote);
+  EXPECT_FALSE(world.newcomer.hear(0, *world.zero.own_vote()).is_agreed);
+  EXPECT_FALSE(world.zero.hear(2, *world.newcomer.own_vote()).is_agreed) << "one of two old ones";
+  const std::vector<Wish> one_is_gone = {Wish::kNone, Wish::kGone, Wish::kNone};
+  EXPECT_FALSE(world.zero.vote(one_is_gone).is_agreed);
+  EXPECT_TRUE(world.newcomer.hear(0, *world.zero.own_vote()).is_agreed);
+  EXPECT_EQ(world.newcomer.agreed().members.ranks, (std::vector<int>{0, 2}));
+}
+
+TEST(BallotsTest, ANewProcessThatHearsOfTwoSetsIsOutIfItHasBegunWithTheWrongOne) {
+  Return world;
+  Agreed fewer = world.one.agreed();
+  fewer.members.ranks = {1, 2};  // rank 0 was gone for those who decided
+  Ballots right = world.newcomer;
+  static_cast<void>(world.newcomer.hear(0, world.one.agreed()));
+  static_cast<void>(world.newcomer.hear(1, fewer));
+  EXPECT_TRUE(world.newcomer.is_out());
+  EXPECT_FALSE(world.newcomer.agreed().members.has(2));
+  static_cast<void>(right.hear(1, fewer));
+  static_cast<void>(right.hear(0, world.one.agreed()));
+  EXPECT_FALSE(right.is_out());
+  EXPECT_EQ(right.agreed().members.ranks, (std::vector<int>{1, 2}));
+}
+
 TEST(BallotsTest, WhatIsMalformedChangesNothing) {
   Ballots ballots(0, 0, first_of(3));
   EXPECT_FALSE(ballots.hear(1, Vote{.epoch = 0, .committed = 9, .wishes = {}}).is_vote);
