@@ -403,7 +403,6 @@ struct Asked {
   int samples = 50;
   uint64_t seed = 1;
   bool is_on_gpus = false;
-  bool are_in_domains = false;
   bool is_smoke = false;
   std::string json_path;
 };
@@ -423,7 +422,7 @@ void add_options(CLI::App& app, Asked& asked) {
       asked.is_on_gpus,
       "On the GPUs of this host; eager calls and graphs are counted apart"
   );
-  app.add_flag("--domains", asked.are_in_domains, "Ranks of CPUs are in several domains");
+  app.add_flag("--domains", asked.counts.are_in_domains, "Ranks are in several domains");
   app.add_option(
       "--limit-seconds", asked.counts.seconds, "On GPUs: no group of processes begins after so long"
   );
@@ -465,12 +464,12 @@ void measure_on_gpus(const Asked& asked, Rows& rows) {
     measure_gpu_deaths(asked.counts, asked.seed, [&](const Json& latest) { rows.set(latest); });
   }
   if (asked.samples > 0) {
-    rows.add(measure_gpu_cost(asked.samples, asked.is_smoke));
+    rows.add(measure_gpu_cost(asked.samples, asked.is_smoke, asked.counts.are_in_domains));
   }
 }
 
 void measure_on_cpus(const Asked& asked, Rows& rows) {
-  const test::ExchangeSetup setup = eight_ranks(asked.are_in_domains);
+  const test::ExchangeSetup setup = eight_ranks(asked.counts.are_in_domains);
   if (asked.counts.deaths > 0) {
     rows.add(Json::array({measure_deaths(setup, asked.counts.deaths, asked.seed)}));
   }
@@ -482,8 +481,8 @@ void measure_on_cpus(const Asked& asked, Rows& rows) {
     const CostCase a = {.name = 'A', .tokens = 512, .iterations = asked.samples};
     const CostCase d = {.name = 'D', .tokens = 128, .iterations = 20 * asked.samples};
     rows.add(Json::array(
-        {measure_cost(a, hidden, asked.are_in_domains),
-         measure_cost(d, hidden, asked.are_in_domains)}
+        {measure_cost(a, hidden, asked.counts.are_in_domains),
+         measure_cost(d, hidden, asked.counts.are_in_domains)}
     ));
   }
 }

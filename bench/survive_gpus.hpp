@@ -17,14 +17,19 @@ struct DeathCounts {
   int deaths = 0;        // after which nobody comes
   int returns = 0;       // deaths after which a new process takes the place
   double seconds = 1e9;  // after which nothing more is begun, on GPUs
+  bool are_in_domains = false;
 };
 
-// Deaths of processes that share the GPUs, in eager calls and replayed graphs in turns. It forks:
-// before anything of CUDA is used. Throws Error (kUnsupported, kNotAvailable) without a GPU.
+// Deaths of processes that share the GPUs, in eager calls and replayed graphs in turns, between
+// domains in eager calls alone. It forks: before anything of CUDA is used. Throws Error
+// (kUnsupported, kNotAvailable) without a GPU.
 void measure_gpu_deaths(const DeathCounts& counts, uint64_t seed, const TellRows& tell);
 
 // What cases A and D cost more with PeerLoss::kShrink than without while nobody dies, both in turns
-// in this process, a rank for each GPU: a row for each. Throws as above.
-[[nodiscard]] nlohmann::ordered_json measure_gpu_cost(int num_samples, bool is_small);
+// in this process, a rank for each GPU, or two domains of these and at least two ranks: a row for
+// each. Throws as above.
+[[nodiscard]] nlohmann::ordered_json measure_gpu_cost(
+    int num_samples, bool is_small, bool are_in_domains
+);
 
 }  // namespace weft::bench

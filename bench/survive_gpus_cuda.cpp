@@ -10,8 +10,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
+#include "call/executor.hpp"
 #include "cli/progress.hpp"
 #include "core/check.hpp"
 #include "core/gpu/devices.hpp"
@@ -51,12 +54,18 @@ constexpr int64_t kHidden = 7168;
 constexpr int kExperts = 256;
 constexpr int kTopk = 8;
 
-// One rank's exchange with its data and stream.
+// One rank's exchange with its data and stream. `domains`: as Topology::domains; empty: one.
 class Contender {
  public:
-  Contender(const Group& group, const CostCase& shape, int64_t hidden, PeerLoss on_peer_loss)
-      : is_routed_(shape.is_routed), stream_(group.rank()) {
-    const int gpu = group.rank();
+  Contender(
+      const Group& group,
+      int gpu,
+      const CostCase& shape,
+      int64_t hidden,
+      PeerLoss on_peer_loss,
+      const std::vector<std::vector<int>>& domains = {}
+  )
+      : is_routed_(shape.is_routed), stream_(gpu) {
     const CudaDeviceGuard guard(gpu);
     ExchangeConfig config;
     config.hidden = hidden;
@@ -65,7 +74,10 @@ class Contender {
     config.max_topk = kTopk;
     config.device = {Device::Kind::kCuda, gpu};
     config.on_peer_loss = on_peer_loss;
-    exchange_ = std::make_unique<Exchange>(group, config);
+    exchange_ = std::make_unique<Exchange>(
+        domains.empty() ? Exchange(group, config)
+                        : Executor::exchange_by(make_cuda_exchange(group, config, domains))
+    );
     program::Workload workload;
     workload.num_tokens.assign(static_cast<size_t>(group.num_ranks()), shape.tokens);
     workload.hidden = 16;
@@ -89,6 +101,7 @@ class Contender {
   }
 
   [[nodiscard]] cudaStream_t stream() const { return stream_.get(); }
+  [[nodiscard]] const std::string& transport() const { return exchange_->config().transport; }
 
   // Queues plan, dispatch and combine.
   void run() {
@@ -123,6 +136,84 @@ class Contender {
   std::optional<Plan> plan_;
 };
 
+constexpr std::array kContenders = {PeerLoss::kFail, PeerLoss::kShrink};
+
+Json cost_row(
+    const CostCase& shape,
+    std::string_view transport,
+    int num_ranks,
+    int64_t hidden,
+    const std::array<std::vector<double>, 2>& us
+) {
+  std::vector<double> more;
+  std::ranges::transform(us[1], us[0], std::back_inserter(more), std::minus());
+  const double us_fail = program::percentile(us[0], 50);
+  const double us_more = program::percentile(more, 50);
+  return {
+      {"op", "shrink_cost"},
+      {"executor", "cuda"},
+      {"transport", transport},
+      {"case", std::string(1, shape.name)},
+      {"ranks", num_ranks},
+      {"tokens", shape.tokens},
+      {"hidden", hidden},
+      {"experts", kExperts},
+      {"topk", kTopk},
+      {"dtype", "bfloat16"},
+      {"samples", us[0].size()},
+      {"us_p50", rounded(program::percentile(us[1], 50), 2)},
+      {"us_p50_fail", rounded(us_fail, 2)},
+      {"more_us", rounded(us_more, 2)},
+      {"more_percent", rounded(100 * us_more / us_fail, 2)},
+  };
+}
+
+// Of a thread for each rank, between two barriers: calls between domains wait on the host.
+Json measure_between_domains(const CostCase& shape, int64_t hidden, int num_samples) {
+  const auto num_gpus = static_cast<int>(list_gpus().gpus.size());
+  const int num_ranks = std::max(2, num_gpus);
+  std::vector<std::vector<int>> domains(2);
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    domains[static_cast<size_t>(rank % 2)].push_back(rank);
+  }
+  std::array<std::vector<double>, 2> us;
+  std::string transport;
+  program::Progress progress(fmt::format("cost in case {}, two domains", shape.name));
+  run_threads(num_ranks, [&](const Group& group) {
+    std::array<std::unique_ptr<Contender>, 2> contenders;
+    for (size_t which = 0; which < 2; ++which) {
+      contenders[which] = std::make_unique<Contender>(
+          group, group.rank() % num_gpus, shape, hidden, kContenders[which], domains
+      );
+    }
+    const auto sample = [&](size_t which) {
+      group.barrier();
+      const program::Stopwatch watch;
+      for (int round = 0; round < shape.rounds; ++round) {
+        contenders[which]->run();
+      }
+      WEFT_CUDA(Context{}, cudaStreamSynchronize(contenders[which]->stream()));
+      group.barrier();
+      return 1e6 * watch.seconds() / shape.rounds;
+    };
+    for (int i = -3; i < num_samples; ++i) {
+      for (int turn = 0; turn < 2; ++turn) {
+        const auto which = static_cast<size_t>((i + 3 + turn) % 2);
+        const double time = sample(which);
+        if (group.rank() == 0 && i >= 0) {
+          us[which].push_back(time);
+        }
+      }
+      if (group.rank() == 0) {
+        progress.update(std::max(0.0, static_cast<double>(i)) / num_samples);
+        transport = contenders[1]->transport();
+      }
+    }
+    group.barrier();
+  });
+  return cost_row(shape, transport, num_ranks, hidden, us);
+}
+
 // Both in turns, which of them is first too. The difference is the median over the pairs.
 Json measure_case(const CostCase& shape, int64_t hidden, int num_samples) {
   const auto num_ranks = static_cast<int>(list_gpus().gpus.size());
@@ -132,8 +223,10 @@ Json measure_case(const CostCase& shape, int64_t hidden, int num_samples) {
   contenders[1].resize(num);
   run_threads(num_ranks, [&](const Group& group) {
     const auto rank = static_cast<size_t>(group.rank());
-    contenders[0][rank] = std::make_unique<Contender>(group, shape, hidden, PeerLoss::kFail);
-    contenders[1][rank] = std::make_unique<Contender>(group, shape, hidden, PeerLoss::kShrink);
+    for (size_t which = 0; which < 2; ++which) {
+      contenders[which][rank] =
+          std::make_unique<Contender>(group, group.rank(), shape, hidden, kContenders[which]);
+    }
   });
   std::vector<int> gpus;
   std::array<std::unique_ptr<program::GpuTimer>, 2> timers;
@@ -169,34 +262,15 @@ Json measure_case(const CostCase& shape, int64_t hidden, int num_samples) {
       us[which].push_back(sample(which, 0));
     }
   }
-  std::vector<double> more;
-  std::ranges::transform(us[1], us[0], std::back_inserter(more), std::minus());
-  const double us_fail = program::percentile(us[0], 50);
-  const double us_more = program::percentile(more, 50);
-  return {
-      {"op", "shrink_cost"},
-      {"executor", "cuda"},
-      {"transport", "peer"},
-      {"case", std::string(1, shape.name)},
-      {"ranks", num_ranks},
-      {"tokens", shape.tokens},
-      {"hidden", hidden},
-      {"experts", kExperts},
-      {"topk", kTopk},
-      {"dtype", "bfloat16"},
-      {"samples", num_samples},
-      {"us_p50", rounded(program::percentile(us[1], 50), 2)},
-      {"us_p50_fail", rounded(us_fail, 2)},
-      {"more_us", rounded(us_more, 2)},
-      {"more_percent", rounded(100 * us_more / us_fail, 2)},
-  };
+  return cost_row(shape, "peer", num_ranks, hidden, us);
 }
 
 // Deaths, and how many of them a new process came after, in calls of one kind.
 class Tally {
  public:
-  Tally(bool is_replayed, const char* transport)
-      : is_replayed_(is_replayed), transport_(transport) {}
+  // `transport`: in the domain.
+  Tally(bool is_replayed, const char* transport, std::vector<int> domain_of = {})
+      : is_replayed_(is_replayed), transport_(transport), domain_of_(std::move(domain_of)) {}
 
   [[nodiscard]] int num_deaths() const { return num_deaths_; }
   [[nodiscard]] int num_returns() const { return num_returns_; }
@@ -207,7 +281,8 @@ class Tally {
          .seed = seed,
          .is_replayed = is_replayed_,
          .num_returns = num_returns,
-         .transport = transport_}
+         .transport = transport_,
+         .domain_of = domain_of_}
     );
     num_deaths_ += num_returns > 0 ? num_returns : kDeathRanks - 1;
     num_returns_ += num_returns;
@@ -231,7 +306,7 @@ class Tally {
     return {
         {"op", op},
         {"executor", "cuda"},
-        {"transport", transport_},
+        {"transport", domain_of_.empty() ? transport_ : "peer+ofi"},
         {"mode", is_replayed_ ? "graph" : "eager"},
         {"ranks", kDeathRanks},
         {what, count},
@@ -243,6 +318,7 @@ class Tally {
 
   bool is_replayed_;
   const char* transport_;
+  std::vector<int> domain_of_;
   int num_deaths_ = 0;
   int num_returns_ = 0;
   int num_wrong_ = 0;
@@ -256,8 +332,14 @@ class Tally {
 void measure_gpu_deaths(const DeathCounts& counts, uint64_t seed, const TellRows& tell) {
   const int num_gpus = count_gpus_apart();
   WEFT_CHECK(Context{}, num_gpus > 0, ErrorCode::kNotAvailable, "survive_bench: no GPU is visible");
-  // Graphs stay right when a new process comes where its memory has the old addresses.
-  std::array<Tally, 2> tallies = {Tally(false, "ipc"), Tally(true, "vmm")};
+  std::vector<Tally> tallies;
+  if (counts.are_in_domains) {
+    tallies.emplace_back(false, "ipc", std::vector{0, 0, 1, 1});
+  } else {
+    tallies.emplace_back(false, "ipc");
+    // Graphs stay right when a new process comes where its memory has the old addresses.
+    tallies.emplace_back(true, "vmm");
+  }
   const int all = counts.deaths + counts.returns;
   const auto is_through = [&](const Tally& tally) { return tally.num_deaths() >= all; };
   const program::Stopwatch watch;
@@ -270,8 +352,11 @@ void measure_gpu_deaths(const DeathCounts& counts, uint64_t seed, const TellRows
     if (watch.seconds() > counts.seconds) {
       break;
     }
-    const int done = tallies[0].num_deaths() + tallies[1].num_deaths();
-    progress.update(static_cast<double>(done) / (2 * all));
+    double done = 0;
+    for (const Tally& one : tallies) {
+      done += static_cast<double>(one.num_deaths()) / all;
+    }
+    progress.update(done / static_cast<double>(tallies.size()));
     const int left = counts.returns - tally.num_returns();
     tally.run(num_gpus, seed++, std::min(left, kReturnsOfGroup));
     Json rows = Json::array();
@@ -282,11 +367,12 @@ void measure_gpu_deaths(const DeathCounts& counts, uint64_t seed, const TellRows
   }
 }
 
-Json measure_gpu_cost(int num_samples, bool is_small) {
+Json measure_gpu_cost(int num_samples, bool is_small, bool are_in_domains) {
   const int64_t hidden = is_small ? 256 : kHidden;
+  const auto measure = are_in_domains ? measure_between_domains : measure_case;
   return {
-      measure_case({'A', 4096, Layout::kExpertMajor, 2, false, 1}, hidden, num_samples),
-      measure_case({'D', 128, Layout::kExpertMajor, 2, true, 20}, hidden, num_samples)};
+      measure({'A', 4096, Layout::kExpertMajor, 2, false, 1}, hidden, num_samples),
+      measure({'D', 128, Layout::kExpertMajor, 2, true, 20}, hidden, num_samples)};
 }
 
 }  // namespace weft::bench

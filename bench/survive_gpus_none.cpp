@@ -10,7 +10,9 @@ void measure_gpu_deaths(
   WEFT_RAISE(Context{}, ErrorCode::kUnsupported, "survive_bench: --gpus in a build without CUDA");
 }
 
-nlohmann::ordered_json measure_gpu_cost(int /*num_samples*/, bool /*is_small*/) {
+nlohmann::ordered_json measure_gpu_cost(
+    int /*num_samples*/, bool /*is_small*/, bool /*are_in_domains*/
+) {
   measure_gpu_deaths({}, 0, {});
   return {};
 }

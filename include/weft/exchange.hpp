@@ -69,10 +69,11 @@ enum class PeerLoss : uint8_t {
   // it, as with kFail. Between domains it takes more than half of the members to go on without
   // ranks that may still live, so that of two sides of a cut link one at most does; the others end
   // as with kFail. WEFT_FABRIC_ADDRESS must be set where the ranks are on several hosts.
-  // GPUs of one host: the kernels that wait end at once, and the next call, or check(), of every
-  // rank that is left throws a PeerError of code kRanksLost once all of these have come to it. The
-  // last CallReport::void_calls calls of a rank are void then; the exchange goes on without the
-  // lost ranks, captured graphs too, and plans from before are refused. Not with copy_engines.
+  // GPUs: the kernels that wait end at once, and the next call, or check(), of every rank that is
+  // left throws a PeerError of code kRanksLost once all of these have come to it. The last
+  // CallReport::void_calls calls of a rank are void then; the exchange goes on without the lost
+  // ranks, captured graphs too, and plans from before are refused. Between domains buffers from
+  // before cost a copy more. Not with copy_engines.
   kShrink,
 };
 
@@ -250,7 +251,7 @@ class Exchange {
   // before are refused. Throws Error (kInvalidArgument) for ranks that are not lost; TimeoutError
   // naming those that have not come within the timeout, PeerError if they are lost again: on all
   // ranks that are left the same, with the same members, and the exchange can be used on. On GPUs
-  // the last process in the place must have ended, and replays must have: throws Error
+  // replays must have ended, and in one domain the last process in the place: throws Error
   // (kRanksLost) where a rank was lost before all had called this, and TimeoutError for a process
   // that lives on. Graphs captured before go on where the GPU transport keeps addresses (vmm);
   // elsewhere a replay does nothing, and check() throws kInvalidArgument.

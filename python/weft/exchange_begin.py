@@ -276,8 +276,11 @@ class ExchangeBegin(ExchangeState):
         outgrown exchange it is torch's, or a pool would keep that exchange."""
         if not self._on_gpu or core is not self._core or torch.cuda.is_current_stream_capturing():
             return None
-        if self._pool is None:
-            self._pool = OutputPool()
+        # Between domains those that are left reach no memory of before.
+        may_change = self.is_between_gpu_domains and self._settings["on_peer_loss"] == "shrink"
+        epoch = core.report()[0] if may_change else 0
+        if self._pool is None or self._pool.epoch != epoch:
+            self._pool = OutputPool(epoch)
         return self._pool.id
 
 

@@ -90,10 +90,12 @@ class OutputPool:
     """A torch.cuda.MemPool whose segments an exchange gives.
 
     torch keeps book of the streams that still use a tensor and hands memory out again in their
-    order; the exchange recognises its own memory and has no need to stage rows.
+    order; the exchange recognises its own memory and has no need to stage rows. epoch: of the
+    members that reach it (`CallReport`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
         allocator = torch.cuda.memory.CUDAPluggableAllocator(
             _core.__file__, "weft_pool_malloc", "weft_pool_free"
         )

@@ -398,6 +398,17 @@ void check_masked(std::span<const int> ranks, const Context& context) {
   }
 }
 
+void refuse_to_grow(const ExchangeConfig& config, const Context& context) {
+  WEFT_RAISE(
+      context,
+      ErrorCode::kUnsupported,
+      "grow: an exchange on GPUs that goes on without lost ranks keeps its size (max_tokens = {}, "
+      "max_topk = {})",
+      config.max_tokens,
+      config.max_topk
+  );
+}
+
 void agree_on_config(
     const Group& group, const ExchangeConfig& config, const std::function<void()>& more_checks
 ) {

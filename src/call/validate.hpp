@@ -16,6 +16,8 @@ void validate_config(const ExchangeConfig& config, const Context& context);
 
 // Exchange::mask().
 void check_masked(std::span<const int> ranks, const Context& context);
+// Exchange::grow() where it cannot be. Throws Error (kUnsupported).
+[[noreturn]] void refuse_to_grow(const ExchangeConfig& config, const Context& context);
 
 // Collective. A config that is wrong or different on one rank is an error on all. `more_checks` may
 // throw what only the chosen executor knows.

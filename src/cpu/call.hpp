@@ -13,6 +13,7 @@
 #include "cpu/protocol/waiter.hpp"
 #include "cpu/protocol/worker_pool.hpp"
 #include "plan/plan_data.hpp"
+#include "plan/without.hpp"
 #include "transport/transport.hpp"
 #include "weft/exchange.hpp"
 
@@ -27,11 +28,7 @@ struct CpuRank {
   // [signals.size()] the number each signal has once all finished calls are accounted for. Signals
   // are never reset: a call knows from its plan by how much each will grow.
   std::vector<uint64_t>& settled;
-  const Survival* survival = nullptr;  // null: no rank can be lost
-
-  [[nodiscard]] bool is_lost(size_t rank) const {
-    return survival != nullptr && survival->is_lost(static_cast<int>(rank));
-  }
+  IsLost is_lost = none_is_lost;
 };
 
 // What belongs to one call.

@@ -34,19 +34,14 @@ int default_num_threads(const Group& group) {
 
 }  // namespace
 
-CpuExchange::CpuExchange(
-    const Group& group,
-    const ExchangeConfig& wanted,
-    std::vector<std::vector<int>> domains_wanted,
-    const std::string& gpu,
-    const TransportMaker& make
-)
+CpuExchange::CpuExchange(const Group& group, const ExchangeConfig& wanted, CpuPlace place)
     : settings_(wanted),
       context_(context_of(group)),
       id_(next_exchange_id++),
-      all_domains_(std::move(domains_wanted)),
-      domains_(std::make_shared<const Domains>(all_domains_, context_.rank)),
-      make_(make) {
+      place_(std::move(place)),
+      domains_(std::make_shared<const Domains>(place_.domains, context_.rank, [this](int rank) {
+        return place_.is_lost(rank);
+      })) {
   const std::optional<Invitation> invitation = invitation_of(group);
   if (invitation) {
     validate_config(settings_, context_);
@@ -73,8 +68,13 @@ CpuExchange::CpuExchange(
     rejoin(group, *invitation);
     return;
   }
-  transport_ = make_(
-      settings_.transport, group, signals_.size(), {.timeout = settings_.timeout, .device = gpu}
+  transport_ = place_.make(
+      settings_.transport,
+      group,
+      signals_.size(),
+      {.timeout = settings_.timeout,
+       .members = place_.lost.empty() ? std::vector<int>() : members(),
+       .device = place_.gpu}
   );
   const bool has_kind = settings_.transport.starts_with(fmt::format("{}:", transport_->name()));
   transport_name_ = has_kind ? settings_.transport : std::string(transport_->name());
@@ -86,7 +86,8 @@ CpuExchange::CpuExchange(
   make_waiter();
   agree(group, [&] {
     workers_ = std::make_unique<WorkerPool>(
-        settings_.num_threads, gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(gpu)
+        settings_.num_threads,
+        place_.gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(place_.gpu)
     );
   });
   pool_ = std::make_shared<BufferPool>(transport_);
@@ -114,8 +115,14 @@ void CpuExchange::set_sizes(int64_t max_tokens, int max_topk) {
 }
 
 void CpuExchange::make_waiter() {
+  const auto look = [survival = survival_.get()] { survival->look(); };
   waiter_ = std::make_unique<Waiter>(
-      *transport_, context_, settings_.timeout, signals_.interrupted(0), survival_.get()
+      *transport_,
+      context_,
+      settings_.timeout,
+      signals_.interrupted(0),
+      Company{
+          .survival = survival_.get(), .is_lost = is_lost(), .look = survival_ ? look : place_.look}
   );
 }
 
@@ -156,7 +163,7 @@ void CpuExchange::connect(const Group& group, uint64_t num_calls) {
         control_.data,
         control_slots_,
         num_calls,
-        survival_.get()
+        is_lost()
     );
   });
 }

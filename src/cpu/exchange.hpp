@@ -3,12 +3,14 @@
 // operations are in plan/call.cpp, dispatch/call.cpp and combine/call.cpp.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <functional>
 #include <map>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "call/executor.hpp"
@@ -26,20 +28,25 @@
 
 namespace weft {
 
+// Where an exchange works, and for whom.
+struct CpuPlace {
+  // As Topology::domains; others than the group's are for tests. The same on every rank.
+  std::vector<std::vector<int>> domains;
+  TransportMaker make = make_transport;  // another is for tests
+  // --- for an executor on GPUs (network.hpp) ---
+  bool is_for_gpu = false;          // plans say what passes between domains even if there is one
+  std::string gpu = {};             // its PCI address: threads keep to its neighbourhood
+  std::vector<int> lost = {};       // ranks that take no part; `group` speaks for them
+  std::function<void()> look = {};  // called while it waits; what it throws ends the wait
+
+  [[nodiscard]] bool is_lost(int rank) const { return std::ranges::find(lost, rank) != lost.end(); }
+};
+
 class CpuExchange : public Executor {
  public:
   CpuExchange(const Group& group, const ExchangeConfig& wanted)
-      : CpuExchange(group, wanted, group.topology().domains) {}
-  // `domains` as Topology::domains; others than the group's are for tests. The same on every rank.
-  // `gpu`: PCI address of the GPU that it works for, whose neighbourhood its threads keep to.
-  // `make` makes its transport; others than make_transport() are for tests.
-  CpuExchange(
-      const Group& group,
-      const ExchangeConfig& wanted,
-      std::vector<std::vector<int>> domains,
-      const std::string& gpu = {},
-      const TransportMaker& make = make_transport
-  );
+      : CpuExchange(group, wanted, CpuPlace{.domains = group.topology().domains}) {}
+  CpuExchange(const Group& group, const ExchangeConfig& wanted, CpuPlace place);
   ~CpuExchange() override;
 
   Plan make_plan(const Routing& routing, const PlanOptions& options, const CallOptions& call)
@@ -104,9 +111,10 @@ class CpuExchange : public Executor {
   void rejoin(const Group& group, const Invitation& invitation);
   void tell_losses() const;  // to whom wants to know of those of the last call
   [[nodiscard]] IsLost is_lost() const {
-    return [this](int rank) { return survival_ != nullptr && survival_->is_lost(rank); };
+    return [this](int rank) { return survival_ ? survival_->is_lost(rank) : place_.is_lost(rank); };
   }
   [[nodiscard]] std::vector<int> lost_ranks() const;  // ascending
+  [[nodiscard]] std::vector<int> members() const;     // likewise
   // With replicas that lie where they are, or without any.
   [[nodiscard]] std::vector<int32_t> lost_experts(const Balancing& balance) const;
   // What of a plan concerns those that are left. Valid until the members change.
@@ -133,19 +141,18 @@ class CpuExchange : public Executor {
   [[nodiscard]] bool may_touch_peers(const PlanData& plan) const;
   void count_crossings(const CrossingCount& count, int64_t row_bytes);
   [[nodiscard]] CpuRank cpu_rank() {
-    return {*transport_, *waiter_, *workers_, signals_, settled_, survival_.get()};
+    return {*transport_, *waiter_, *workers_, signals_, settled_, is_lost()};
   }
 
   ExchangeConfig settings_;  // "auto" and 0 resolved
   Context context_;
   uint64_t id_;
-  std::vector<std::vector<int>> all_domains_;  // of all ranks
-  std::shared_ptr<const Domains> domains_;     // of those that are left
+  CpuPlace place_;
+  std::shared_ptr<const Domains> domains_;  // of those that are left
   std::shared_ptr<Transport> transport_;
   ControlMap control_map_;
   SignalMap signals_;
   std::vector<uint64_t> settled_;
-  TransportMaker make_;
   std::string transport_name_;              // by which it is made again
   std::unique_ptr<Survival> survival_;      // null: PeerLoss::kFail
   std::map<uint64_t, PlanData> surviving_;  // by the call that made them, of older members' plans

@@ -2,6 +2,7 @@
 // CpuExchange among fewer and fewer ranks.
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <span>
 
 #include "call/validate.hpp"
@@ -13,12 +14,10 @@
 namespace weft {
 
 void CpuExchange::settle(Op op, const Error& error) {
-  const bool may_be_loss =
-      error.code() == ErrorCode::kPeerFailed || error.code() == ErrorCode::kTimeout ||
-      error.code() == ErrorCode::kTransport || error.code() == ErrorCode::kNotAvailable;
   bool is_loss = false;
   try {
-    is_loss = survival_ && may_be_loss && survival_->settle(op_name(op), error.code());
+    is_loss =
+        survival_ && may_be_loss(error.code()) && survival_->settle(op_name(op), error.code());
   } catch (const Error&) {  // this rank is the one that was lost
     broken_ = std::current_exception();
     throw;
@@ -96,12 +95,12 @@ void CpuExchange::reconnect(uint64_t num_calls) {
   if (epoch_ != survival_->epoch()) {
     epoch_ = survival_->epoch();
     last_change_ = met.num_calls;
-    domains_ = std::make_shared<const Domains>(all_domains_, context_.rank, is_lost());
+    domains_ = std::make_shared<const Domains>(place_.domains, context_.rank, is_lost());
   }
   control_ = {};
   staging_ = {};
   set_sizes(met.sizes.max_tokens, static_cast<int>(met.sizes.max_topk));
-  transport_ = make_(
+  transport_ = place_.make(
       transport_name_,
       group,
       signals_.size(),
@@ -261,6 +260,13 @@ std::vector<int> CpuExchange::lost_ranks() const {
     }
   }
   return lost;
+}
+
+std::vector<int> CpuExchange::members() const {
+  std::vector<int> members(static_cast<size_t>(context_.num_ranks));
+  std::iota(members.begin(), members.end(), 0);
+  std::erase_if(members, is_lost());
+  return members;
 }
 
 std::vector<int32_t> CpuExchange::lost_experts(const Balancing& balance) const {

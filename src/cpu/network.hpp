@@ -16,16 +16,18 @@ namespace weft {
 
 class Network : private CpuExchange {
  public:
-  // `gpu`: PCI address of the GPU that it works for. Collective.
-  using CpuExchange::CpuExchange;
+  using CpuExchange::CpuExchange;  // collective
 
   [[nodiscard]] const Context& context() const { return context_; }
   [[nodiscard]] const Domains& domains() const { return *domains_; }
+  [[nodiscard]] uint64_t id() const { return id_; }  // PlanData::exchange_id
   [[nodiscard]] const SignalMap& signals() const { return signals_; }
   [[nodiscard]] Validator validator(const ExchangeConfig& config) const {
     return {context_, config, id_};
   }
   [[nodiscard]] const std::string& transport_name() const { return settings_.transport; }
+  // By which it can be made again.
+  [[nodiscard]] const std::string& full_transport_name() const { return transport_name_; }
   // What messages call the transport from then on; `name` stays the caller's.
   void name_transport(std::string_view name) { context_.transport = name; }
 
@@ -41,6 +43,8 @@ class Network : private CpuExchange {
     return heard;
   }
   [[nodiscard]] uint64_t call_number() const { return call_number_; }
+  // See CallBoard::late().
+  [[nodiscard]] std::vector<int> late() const { return board_->late(); }
   void count(Op op, const CrossingCount& crossings, int64_t row_bytes) {
     ++(op == Op::kDispatch ? counters_.num_dispatches : counters_.num_combines);
     count_crossings(crossings, row_bytes);

@@ -13,6 +13,33 @@
 
 namespace weft {
 
+void HostsExchange::check_stopped() const {
+  WEFT_CHECK(
+      context(),
+      !is_stopped_.load(std::memory_order_relaxed),
+      ErrorCode::kPeerFailed,
+      "exchange: ranks were lost while this rank was in its call"
+  );
+}
+
+void HostsExchange::stop() {
+  node_->stop();
+  is_stopped_.store(true, std::memory_order_relaxed);
+}
+
+std::optional<uint64_t> HostsExchange::num_whole_rounds() const {
+  const CudaDeviceGuard guard(settings_.device.index);
+  const bool is_busy = thread_->is_running() ||
+                       cudaStreamQuery(copies_.get()) == cudaErrorNotReady ||
+                       cudaStreamQuery(own_stream_.get()) == cudaErrorNotReady;
+  static_cast<void>(cudaGetLastError());
+  const auto calls = is_busy ? std::nullopt : node_->ended_calls();
+  if (!calls) {
+    return std::nullopt;
+  }
+  return std::min({num_rounds_, calls->first_void - 1 - first_round_, num_whole_.load()});
+}
+
 void HostsExchange::begin_call(Op op, cudaStream_t stream) {
   node_->check();
   WEFT_CHECK(
@@ -48,6 +75,7 @@ void HostsExchange::end_call(const CallOptions& call, cudaStream_t stream) {
   const std::exception_ptr fault = refusal_of([&] {
     wait_for(stream);
     node_->check();
+    check_stopped();
   });
   rethrow(failure);  // nothing runs any more
   rethrow(fault);
@@ -65,6 +93,7 @@ void HostsExchange::start_transfer(Op op, Transfer transfer) {
         op_name(op),
         call
     );
+    check_stopped();
     WEFT_CHECK(
         context(),
         !node_->has_fault(),
@@ -82,7 +111,8 @@ void HostsExchange::start_transfer(Op op, Transfer transfer) {
     MessageTransfer(owner, one->format, {op_name(op), call, one->what})
         .run(one->sends, one->receives, take, look);
   };
-  const auto give_up = [this, one] {
+  const auto give_up = [this, one, before = num_rounds_] {
+    num_whole_ = std::min(num_whole_.load(), before);
     for (size_t i = 0; i < one->receives.size(); ++i) {
       const int64_t count = one->format.num_chunks(one->receives[i].count);
       message_counts_->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(count));
@@ -240,7 +270,7 @@ void HostsCall::copy_in(uint64_t area, const std::byte* from, int64_t bytes) con
 }
 
 void HostsCall::refuse_rounds(size_t first, std::string_view reason) const {
-  for (size_t round = first; round < device_.rounds().size(); ++round) {
+  for (size_t round = first; round < device_.rounds().size() && !owner_.is_stopped_; ++round) {
     try {
       node().refuse(op_, reason, {.stream = stream_});
     } catch (const Error& error) {  // the error that led here is what matters

@@ -128,6 +128,7 @@ void HostsExchange::run_call(
     return std::make_unique<OneCall>(site, in, out);
   };
   network_->run_call(OneCall::kOp, prepare, [](const auto& one) { one->run(); });
+  num_rounds_ += device_plan_as<HostsPlan>(header, context()).rounds().size();
   end_call(options, stream);
 }
 

@@ -12,6 +12,7 @@
 #include "cuda/transport/peer_memory.hpp"
 #include "group/control_plane.hpp"
 #include "hosts/message_rows.hpp"
+#include "hosts/surviving.hpp"
 
 namespace weft {
 namespace {
@@ -35,6 +36,12 @@ ExchangeConfig node_config(ExchangeConfig config, const Domains& domains) {
   return config;
 }
 
+void add(std::vector<double>& sums, std::span<const double> more) {
+  for (size_t i = 0; i < more.size(); ++i) {
+    sums[i] += more[i];
+  }
+}
+
 // "0000:17:00.0"; empty: the driver does not say.
 std::string pci_address(int device) {
   std::array<char, 32> text = {};
@@ -49,20 +56,24 @@ std::string pci_address(int device) {
 }  // namespace
 
 HostsExchange::HostsExchange(
-    const Group& group, const ExchangeConfig& wanted, const std::vector<std::vector<int>>& domains
+    const Group& group,
+    const ExchangeConfig& wanted,
+    const std::vector<std::vector<int>>& domains,
+    const std::vector<int>& lost
 )
     : settings_(wanted) {
-  agree_on_config(group, settings_, [&] {
-    WEFT_CHECK(
-        context_of(group),
-        settings_.on_peer_loss == PeerLoss::kFail,
-        ErrorCode::kUnsupported,
-        "exchange: on_peer_loss = shrink on GPUs of {} domains (so far of one)",
-        domains.size()
-    );
-  });
+  agree_on_config(group, settings_);
   const std::string gpu = pci_address(settings_.device.index);
-  network_ = std::make_unique<Network>(group, network_config(wanted), domains, gpu);
+  network_ = std::make_unique<Network>(
+      group,
+      network_config(wanted),
+      CpuPlace{
+          .domains = domains,
+          .is_for_gpu = true,
+          .gpu = gpu,
+          .lost = lost,
+          .look = [this] { check_stopped(); }}
+  );
   const auto members = network_->domains().near();
   const Group domain = part_of(group, {members.begin(), members.end()});
   node_ = std::make_unique<CudaExchange>(domain, node_config(wanted, network_->domains()), false);
@@ -72,6 +83,9 @@ HostsExchange::HostsExchange(
   // this rank no less, if by way of the network.
   std::vector<GpuIdentity> sharing = gather_identities(group, settings_.device.index);
   const GpuIdentity own = sharing[static_cast<size_t>(group.rank())];
+  for (const int rank : lost) {
+    sharing[static_cast<size_t>(rank)] = {};
+  }
   std::erase_if(sharing, [&](const GpuIdentity& one) { return !own.is_same_gpu(one); });
   node_->join(context(), members, static_cast<int>(sharing.size()), kPackBlocks);
   waits_on_host_ = std::ranges::count_if(sharing, [&](const GpuIdentity& one) {
@@ -86,6 +100,7 @@ HostsExchange::HostsExchange(
   prepare_message_rows();
   choose_wire_memory();
   max_receives_ = std::max(network_->domains().forwarded().size(), domains.size());
+  first_round_ = node_->ended_calls().value().last;
   arrived_.create(kMaxTransfers * max_receives_, context());
   message_counts_.emplace(std::span(arrived_.get(), kMaxTransfers * max_receives_));
   thread_ = std::make_unique<TransferThread>(HostMap::here().cores_near(gpu));
@@ -117,6 +132,9 @@ void HostsExchange::choose_wire_memory() {
 
 HostsExchange::~HostsExchange() {
   thread_.reset();  // peers may still wait for what it sends
+  if (is_stopped_) {
+    static_cast<void>(refusal_of([this] { node_->check(); }));  // why calls failed is known
+  }
   static_cast<void>(cudaStreamSynchronize(copies_.get()));
   static_cast<void>(cudaStreamSynchronize(own_stream_.get()));
   if (pinned_staging_ != nullptr) {
@@ -126,6 +144,7 @@ HostsExchange::~HostsExchange() {
 
 void HostsExchange::check() {
   network_->check();
+  check_stopped();
   if (!thread_->is_running()) {
     settle();
   }
@@ -140,13 +159,15 @@ ExchangeStats HostsExchange::stats() const {
   for (size_t place = 0; place < members.size(); ++place) {
     stats.wait_seconds[static_cast<size_t>(members[place])] += in_domain.wait_seconds[place];
   }
+  add(stats.wait_seconds, earlier_waits_);
   return stats;
 }
 
 void HostsExchange::add_waits(int64_t* sums, int64_t times, const CallOptions& call) {
   const cudaStream_t stream = stream_of(call);
   node_->add_waits(sums, times, {.stream = stream});
-  const std::vector<double> seconds = network_->stats().wait_seconds;
+  std::vector<double> seconds = network_->stats().wait_seconds;
+  add(seconds, earlier_waits_);
   const auto num_ranks = static_cast<int32_t>(seconds.size());
   const CudaDeviceGuard guard(settings_.device.index);
   for (int32_t first = 0; first < num_ranks; first += kMaxDomainRanks) {
@@ -175,10 +196,13 @@ Footprint HostsExchange::footprint() const {
 std::unique_ptr<Executor> make_cuda_exchange(
     const Group& group, const ExchangeConfig& config, const std::vector<std::vector<int>>& domains
 ) {
-  if (domains.size() > 1) {
-    return std::make_unique<HostsExchange>(group, config, domains);
+  if (domains.size() == 1) {
+    return std::make_unique<CudaExchange>(group, config, true);
   }
-  return std::make_unique<CudaExchange>(group, config, true);
+  if (config.on_peer_loss == PeerLoss::kShrink) {
+    return std::make_unique<SurvivingHosts>(group, config, domains);
+  }
+  return std::make_unique<HostsExchange>(group, config, domains);
 }
 
 // --- the memory that calls share: how much, and how it grows ---

@@ -95,8 +95,12 @@ inline void rethrow(const std::exception_ptr& refusal) {
 class HostsExchange final : public Executor {
  public:
   // `domains` as Topology::domains; others than the group's are for tests. The same on every rank.
+  // `lost`: ranks that take no part, for whom the group speaks.
   HostsExchange(
-      const Group& group, const ExchangeConfig& wanted, const std::vector<std::vector<int>>& domains
+      const Group& group,
+      const ExchangeConfig& wanted,
+      const std::vector<std::vector<int>>& domains,
+      const std::vector<int>& lost = {}
   );
   ~HostsExchange() override;
 
@@ -119,6 +123,18 @@ class HostsExchange final : public Executor {
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
+  // --- for who makes another one when ranks are lost (surviving.hpp) ---
+  // Any thread: nothing of this rank waits any more, and the running call throws. For good.
+  void stop();
+  // Rounds of this domain that calls have queued so far, those aside that have thrown.
+  [[nodiscard]] uint64_t num_queued_rounds() const { return num_rounds_; }
+  // As many of them as have ended well, one after the other, once all have ended; nothing: not yet.
+  // No call is made meanwhile.
+  [[nodiscard]] std::optional<uint64_t> num_whole_rounds() const;
+  // What it has waited is counted from here on, in microseconds by rank.
+  void count_waits_from(std::vector<double> seconds) { earlier_waits_ = std::move(seconds); }
+  [[nodiscard]] const Network& network() const { return *network_; }
+
  private:
   friend class HostsCall;  // one dispatch or combine of this exchange
 
@@ -139,6 +155,8 @@ class HostsExchange final : public Executor {
   [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const {
     return call.stream == nullptr ? own_stream_.get() : static_cast<cudaStream_t>(call.stream);
   }
+  // Throws PeerError after stop().
+  void check_stopped() const;
   // Throws Error (kUnsupported) inside a capture. Waits until earlier calls need no copies.
   void begin_call(Op op, cudaStream_t stream);
   // After the last launch; a call on its own stream waits for it.
@@ -211,7 +229,12 @@ class HostsExchange final : public Executor {
   std::optional<MessageCounts> message_counts_;
   Op last_op_ = Op::kPlan;                    // whose transfers they are
   std::atomic<bool> is_interrupted_ = false;  // by this rank's caller: the thread stops
-  std::unique_ptr<TransferThread> thread_;    // last: its job uses the others
+  std::atomic<bool> is_stopped_ = false;
+  uint64_t first_round_ = 0;  // the calls of node_ before them
+  uint64_t num_rounds_ = 0;
+  std::vector<double> earlier_waits_;               // [num_ranks], or empty
+  std::atomic<uint64_t> num_whole_ = ~uint64_t{0};  // before a call whose transfer has failed
+  std::unique_ptr<TransferThread> thread_;          // last: its job uses the others
 };
 
 }  // namespace weft

@@ -143,6 +143,8 @@ Plan HostsExchange::bring_plan(const Plan& host, cudaStream_t stream) {
   }
   wait_for(stream);
   node_->check();  // the image is the next plan's
+  check_stopped();
+  num_rounds_ += rounds.size();
   PlanData header = output_of(plan);
   header.device =
       std::make_shared<HostsPlan>(host, std::move(on_node), index_memory, index.at(on_gpu));

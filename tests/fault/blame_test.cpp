@@ -93,7 +93,7 @@ class BlameTest : public testing::TestWithParam<FanOut> {
         return std::make_unique<WatchedTransport>(make_transport(name, rest...), watches_[rank]);
       };
       std::optional<Exchange> exchange = Executor::exchange_by(std::make_unique<CpuExchange>(
-          group, config_, group.topology().domains, std::string(), make
+          group, config_, CpuPlace{.domains = group.topology().domains, .make = make}
       ));
       const int64_t num_tokens = rank == 2 ? 0 : 4;
       const std::vector<int32_t> experts(4, rank == 0 ? 0 : 2);

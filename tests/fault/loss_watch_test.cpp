@@ -27,9 +27,18 @@ namespace {
 
 using namespace std::chrono_literals;
 
-TEST(LossWatchTest, AgreesOnCallsWhenARankIsKilled) {
+INSTANTIATE_TEST_SUITE_P(
+    By,
+    LossWatchTest,
+    testing::Values("peer", "peer+ofi"),
+    [](const auto& parameter) {
+      return std::string(parameter.param) == "peer" ? "Memory" : "Messages";
+    }
+);
+
+TEST_P(LossWatchTest, AgreesOnCallsWhenARankIsKilled) {
   const auto statuses = run_forked(4, [](const Group& group) {
-    Watched own(group);
+    Watched own(group, GetParam());
     group.barrier();
     if (group.rank() == 1) {
       static_cast<void>(::raise(SIGKILL));
@@ -45,10 +54,10 @@ TEST(LossWatchTest, AgreesOnCallsWhenARankIsKilled) {
 }
 
 // One of those that hear of the first death dies instead of agreeing, at any moment.
-TEST(LossWatchTest, AgreesWhenAnotherDiesMeanwhile) {
+TEST_P(LossWatchTest, AgreesWhenAnotherDiesMeanwhile) {
   for (int i = 0; i < 6; ++i) {
     const auto statuses = run_forked(4, [i](const Group& group) {
-      Watched own(group);
+      Watched own(group, GetParam());
       group.barrier();
       if (group.rank() == 1) {
         static_cast<void>(::raise(SIGKILL));
@@ -73,9 +82,9 @@ TEST(LossWatchTest, AgreesWhenAnotherDiesMeanwhile) {
 }
 
 // Their last calls may end before it counts as lost.
-TEST(LossWatchTest, GivesOthersTimeWhenARankLeaves) {
+TEST_P(LossWatchTest, GivesOthersTimeWhenARankLeaves) {
   const auto statuses = run_forked(3, [](const Group& group) {
-    Watched own(group);
+    Watched own(group, GetParam());
     group.barrier();
     if (group.rank() == 1) {
       own.leave();
@@ -96,9 +105,9 @@ TEST(LossWatchTest, GivesOthersTimeWhenARankLeaves) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
-TEST(LossWatchTest, AMaskedRankHearsOfIt) {
+TEST_P(LossWatchTest, AMaskedRankHearsOfIt) {
   const auto statuses = run_forked(3, [](const Group& group) {
-    Watched own(group);
+    Watched own(group, GetParam());
     group.barrier();
     if (group.rank() == 0) {
       own.watch().mask(std::array{1});
@@ -116,9 +125,9 @@ TEST(LossWatchTest, AMaskedRankHearsOfIt) {
 }
 
 // It lives, and its thread shows that, but it does not come to a call.
-TEST(LossWatchTest, ARankThatMakesNoCallsIsGivenUp) {
+TEST_P(LossWatchTest, ARankThatMakesNoCallsIsGivenUp) {
   const auto statuses = run_forked(3, [](const Group& group) {
-    Watched own(group);
+    Watched own(group, GetParam());
     group.barrier();
     if (group.rank() != 1) {
       return verdict(group.rank(), own.problem(own.settle(ErrorCode::kTimeout, 1), {0, 2}, 0b10));
@@ -132,9 +141,9 @@ TEST(LossWatchTest, ARankThatMakesNoCallsIsGivenUp) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
 }
 
-TEST(LossWatchTest, AStoppedRankIsGivenUpAfterADeadline) {
+TEST_P(LossWatchTest, AStoppedRankIsGivenUpAfterADeadline) {
   const auto statuses = run_forked(3, [](const Group& group) {
-    Watched own(group, 1s);
+    Watched own(group, GetParam(), 1s);
     const pid_t pid = ::getpid();
     const auto pids = group.all_gather(std::as_bytes(std::span(&pid, 1)));
     if (group.rank() == 1) {
@@ -151,9 +160,9 @@ TEST(LossWatchTest, AStoppedRankIsGivenUpAfterADeadline) {
   EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0}));
 }
 
-TEST(LossWatchTest, FindsNothingWhereNobodyIsLost) {
+TEST_P(LossWatchTest, FindsNothingWhereNobodyIsLost) {
   const auto statuses = run_forked(2, [](const Group& group) {
-    Watched own(group);
+    Watched own(group, GetParam());
     group.barrier();
     const bool is_none = !own.settle();
     group.barrier();
@@ -176,7 +185,7 @@ std::string lose_rank_1(Watched& own, const Group& group, const std::vector<int>
 struct Met {
   std::vector<int> ranks;
   std::vector<int> said;
-  uint32_t newcomers = 0;
+  std::vector<int> newcomers;
 
   [[nodiscard]] LossWatch::Connect connect() {
     return [this](const Group& group, const Meeting& who) {
@@ -192,12 +201,47 @@ struct Met {
   }
 };
 
+// Rank 2 dies while those that are left reach each other anew.
+TEST_P(LossWatchTest, ThoseThatAreLeftMeetOnceTheyHaveAgreed) {
+  const auto statuses = run_forked(4, [](const Group& group) {
+    Met met;
+    std::vector<std::vector<int>> meetings;
+    const auto connect = [&](const Group& members, const Meeting& who) {
+      met.connect()(members, who);
+      meetings.push_back(who.ranks);
+      if (group.rank() == 2) {
+        static_cast<void>(::raise(SIGKILL));
+      }
+      members.barrier();
+    };
+    Watched own(group, GetParam(), kTimeout, connect);
+    group.barrier();
+    if (group.rank() == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    static_cast<void>(own.watch().await_news(kSoon));
+    const auto agreed =
+        own.watch().settle("plan", ErrorCode::kPeerFailed, {.last = 7, .first_void = 8});
+    const int rank = group.rank();
+    std::string problem = met.problem({0, 3}, {0, rank, rank, 3});
+    problem +=
+        meetings == std::vector<std::vector<int>>{{0, 2, 3}, {0, 3}} ? "" : "other meetings; ";
+    problem +=
+        agreed && agreed->last == 7 && agreed->void_calls == 0 ? "" : "agreed on other calls; ";
+    const CallReport report = own.watch().report();
+    problem +=
+        report.lost == std::vector{1, 2} && report.alive == std::vector{0, 3} ? "" : "others lost";
+    return verdict(rank, problem);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, kKilled, 0}));
+}
+
 // Rank 1 is killed, and its place taken; then the new process is killed, too.
-TEST(LossWatchTest, ANewProcessMeetsThoseThatAreLeft) {
+TEST_P(LossWatchTest, ANewProcessMeetsThoseThatAreLeft) {
   const Shared<Letter> letter;
   const std::vector<int> all = {0, 1, 2};
   const Spare spare([&] {
-    Watched own(Group::rejoin(1, letter->await()));
+    Watched own(Group::rejoin(1, letter->await()), GetParam());
     Met met;
     const bool had_news = own.watch().has_news();  // nobody stops kernels that are not there yet
     own.watch().meet(met.connect());
@@ -211,16 +255,17 @@ TEST(LossWatchTest, ANewProcessMeetsThoseThatAreLeft) {
     return verdict(1, problem);
   });
   const auto statuses = run_forked(3, [&](const Group& group) {
-    Watched own(group);
+    Watched own(group, GetParam());
     std::string problem = lose_rank_1(own, group, {0, 2});
     if (group.rank() == 2) {
-      letter->send(own.watch().invitation());
+      letter->send(own.watch().invitation(GetParam()));
     }
     Met met;
     problem += own.watch().assemble("readmit", {}) ? "heard of another loss; " : "";
     const std::vector<int> missing = own.watch().readmit(std::array{1}, met.connect());
     own.watch().check_back(std::array{1}, missing);
-    problem += met.problem(all, all) + (met.newcomers == 0b10 ? "" : "another newcomer; ");
+    problem +=
+        met.problem(all, all) + (met.newcomers == std::vector{1} ? "" : "another newcomer; ");
     problem += own.watch().report().alive == all && own.watch().lost() == 0 ? "" : "not all there";
     own.watch().resume();
     problem += own.watch().await_news(kSoon) ? "" : "heard of no second death; ";
@@ -232,17 +277,17 @@ TEST(LossWatchTest, ANewProcessMeetsThoseThatAreLeft) {
 }
 
 // One dies instead of coming to readmit: the others hear of it as in a call, and go on from there.
-TEST(LossWatchTest, WhoWaitsForANewProcessHearsOfALoss) {
+TEST_P(LossWatchTest, WhoWaitsForANewProcessHearsOfALoss) {
   const Shared<Letter> letter;
   const std::vector<int> all = {0, 1, 2};
   const Spare spare([&] {
-    Watched own(Group::rejoin(1, letter->await()));
+    Watched own(Group::rejoin(1, letter->await()), GetParam());
     Met met;
     own.watch().meet(met.connect());
     return verdict(1, met.problem(all, {0, 1, 2, 1}));  // what rank 3 says this one says for it
   });
   const auto statuses = run_forked(4, [&](const Group& group) {
-    Watched own(group);
+    Watched own(group, GetParam());
     std::string problem = lose_rank_1(own, group, {0, 2, 3});
     if (group.rank() == 3) {
       std::this_thread::sleep_for(30ms);
@@ -253,7 +298,7 @@ TEST(LossWatchTest, WhoWaitsForANewProcessHearsOfALoss) {
     problem += own.problem(own.watch().assemble("readmit", calls), {0, 2}, 0b1010);
     problem += own.watch().assemble("readmit", calls) ? "heard of a third loss; " : "";
     if (group.rank() == 0) {
-      letter->send(own.watch().invitation());
+      letter->send(own.watch().invitation(GetParam()));
     }
     Met met;
     own.watch().check_back(std::array{1}, own.watch().readmit(std::array{1}, met.connect()));
@@ -264,9 +309,9 @@ TEST(LossWatchTest, WhoWaitsForANewProcessHearsOfALoss) {
 }
 
 // One comes to readmit and dies there, which another hears of in a call.
-TEST(LossWatchTest, WhoHasComeToReadmitAndDiesIsLostToThoseInACall) {
+TEST_P(LossWatchTest, WhoHasComeToReadmitAndDiesIsLostToThoseInACall) {
   const auto statuses = run_forked(4, [](const Group& group) {
-    Watched own(group, 3s);
+    Watched own(group, GetParam(), 3s);
     std::string problem = lose_rank_1(own, group, {0, 2, 3});
     if (group.rank() == 3) {
       std::thread([] {
@@ -288,18 +333,18 @@ TEST(LossWatchTest, WhoHasComeToReadmitAndDiesIsLostToThoseInACall) {
 }
 
 // Rank 0 waits in vain and meets the others, of whom rank 2 has died; rank 3, which was stopped
-// meanwhile, waits on, and the new process comes.
-TEST(LossWatchTest, WhoHasWaitedInVainMeetsWhoComesLater) {
+// meanwhile, waits on, and the new process comes. By messages it is turned away instead.
+TEST(LossWatchByMemoryTest, WhoHasWaitedInVainMeetsWhoComesLater) {
   const Shared<Letter> letter;
   const std::vector<int> all = {0, 1, 3};
   const Spare spare([&] {
-    Watched own(Group::rejoin(1, letter->await()));
+    Watched own(Group::rejoin(1, letter->await()), "peer");
     Met met;
     own.watch().meet(met.connect());
     return verdict(1, met.problem(all, {0, 1, 1, 3}));
   });
   const auto statuses = run_forked(4, [&](const Group& group) {
-    Watched own(group, group.rank() == 0 ? 2s : 20s);
+    Watched own(group, "peer", group.rank() == 0 ? 2s : 20s);
     const pid_t pid = ::getpid();
     const auto pids = group.all_gather(std::as_bytes(std::span(&pid, 1)));
     std::string problem = lose_rank_1(own, group, {0, 2, 3});
@@ -315,22 +360,22 @@ TEST(LossWatchTest, WhoHasWaitedInVainMeetsWhoComesLater) {
         std::this_thread::sleep_for(1000ms);
         ::kill(stopped, SIGCONT);
         std::this_thread::sleep_for(200ms);
-        letter->send(own.watch().invitation());
+        letter->send(own.watch().invitation("peer"));
       });
     }
     Met met;
     own.watch().check_back(std::array{1}, own.watch().readmit(std::array{1}, met.connect()));
     problem += met.problem(all, {0, 1, group.rank(), 3});
-    problem += met.newcomers == 0b10 ? "" : "another newcomer; ";
+    problem += met.newcomers == std::vector{1} ? "" : "another newcomer; ";
     return verdict(group.rank(), problem);
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, kKilled, 0}));
   EXPECT_EQ(spare.status(), 0);
 }
 
-TEST(LossWatchTest, SaysWhoDoesNotComeBack) {
+TEST_P(LossWatchTest, SaysWhoDoesNotComeBack) {
   const auto statuses = run_forked(3, [](const Group& group) {
-    Watched own(group, 1s);
+    Watched own(group, GetParam(), 1s);
     std::string problem = lose_rank_1(own, group, {0, 2});
     Met met;
     const std::vector<int> missing = own.watch().readmit(std::array{1}, met.connect());
@@ -344,10 +389,10 @@ TEST(LossWatchTest, SaysWhoDoesNotComeBack) {
 }
 
 // Threads of one process, for detectors of races.
-TEST(LossWatchTest, ThreadsThatLeaveAreLost) {
+TEST_P(LossWatchTest, ThreadsThatLeaveAreLost) {
   std::array<std::string, 3> problems;
   run_threads(3, [&](const Group& group) {
-    Watched own(group);
+    Watched own(group, GetParam());
     group.barrier();
     if (group.rank() == 1) {
       own.leave();

@@ -23,7 +23,8 @@ struct TwoExchanges {
   Watched here;
   Watched there;
 
-  explicit TwoExchanges(const Group& group) : here(group), there(group) {
+  TwoExchanges(const Group& group, std::string_view transport)
+      : here(group, transport), there(group, transport) {
     group.barrier();
     if (group.rank() == 1) {
       static_cast<void>(::raise(SIGKILL));
@@ -34,10 +35,10 @@ struct TwoExchanges {
 };
 
 // Whoever waits in one exchange answers for its others.
-TEST(LossWatchTest, RanksThatComeToDifferentExchangesFirstAgreeInBoth) {
+TEST_P(LossWatchTest, RanksThatComeToDifferentExchangesFirstAgreeInBoth) {
   for (int i = 0; i < 4; ++i) {
     const auto statuses = run_forked(4, [](const Group& group) {
-      TwoExchanges two(group);
+      TwoExchanges two(group, GetParam());
       auto& [here, there] = two;
       Watched& first = group.rank() == 0 ? here : there;
       Watched& second = group.rank() == 0 ? there : here;
@@ -51,9 +52,9 @@ TEST(LossWatchTest, RanksThatComeToDifferentExchangesFirstAgreeInBoth) {
 
 // Rank 2 waits elsewhere while the others lose rank 1 and then rank 3: it hears of both at once, or
 // of one after the other.
-TEST(LossWatchTest, AnswersAgainBeforeTheRankHasHeardOfTheFirstLoss) {
+TEST_P(LossWatchTest, AnswersAgainBeforeTheRankHasHeardOfTheFirstLoss) {
   const auto statuses = run_forked(4, [](const Group& group) {
-    TwoExchanges two(group);
+    TwoExchanges two(group, GetParam());
     auto& [here, there] = two;
     const auto lose_both = [](Watched& watched, LossWatch::Calls own) {
       LossWatch::Agreement all;
@@ -94,10 +95,10 @@ TEST(LossWatchTest, AnswersAgainBeforeTheRankHasHeardOfTheFirstLoss) {
 
 // Rank 0 makes a call of one exchange again before it has heard of the loss in the other, where
 // rank 2 waits for it.
-TEST(LossWatchTest, AnswersWhileTheRankWaitsInACall) {
+TEST_P(LossWatchTest, AnswersWhileTheRankWaitsInACall) {
   const Shared<std::atomic<int>> num_calls;
   const auto statuses = run_forked(3, [&](const Group& group) {
-    TwoExchanges two(group);
+    TwoExchanges two(group, GetParam());
     auto& [here, there] = two;
     const auto call = [&here = here, &num_calls] {
       const LossWatch::Wait wait(&here.watch());
@@ -122,9 +123,9 @@ TEST(LossWatchTest, AnswersWhileTheRankWaitsInACall) {
 }
 
 // Whoever lets go of an exchange waits for nobody in it.
-TEST(LossWatchTest, EndsWhileItAnswers) {
+TEST_P(LossWatchTest, EndsWhileItAnswers) {
   const auto statuses = run_forked(3, [](const Group& group) {
-    TwoExchanges two(group);
+    TwoExchanges two(group, GetParam());
     auto& [here, there] = two;
     std::string problem;
     if (group.rank() == 0) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <fmt/format.h>
+#include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>
@@ -13,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cuda/exchange/loss_watch.hpp"
@@ -22,17 +24,29 @@ namespace weft::test {
 inline constexpr std::chrono::milliseconds kTimeout = std::chrono::seconds(20);
 inline constexpr std::chrono::milliseconds kSoon = std::chrono::seconds(10);  // on a busy machine
 
+// By how ranks hear of each other, see Watched.
+class LossWatchTest : public testing::TestWithParam<const char*> {};
+
 // A rank whose calls are made up.
 class Watched {
  public:
-  explicit Watched(const Group& group, std::chrono::milliseconds timeout = kTimeout)
-      : context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = "peer"},
+  // `transport` "peer": by memory that they share, another: by messages. `connect`: see
+  // LossWatch::Kernels.
+  explicit Watched(
+      const Group& group,
+      std::string_view transport = "peer",
+      std::chrono::milliseconds timeout = kTimeout,
+      const LossWatch::Connect& connect = {}
+  )
+      : context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = transport},
         watch_(std::make_unique<LossWatch>(
             group,
             context_,
             timeout,
             LossWatch::Kernels{
-                .stop = [this] { ++num_stops_; }, .calls = [this] { return ended_calls(); }}
+                .stop = [this] { ++num_stops_; },
+                .calls = [this] { return ended_calls(); },
+                .connect = connect}
         )) {}
 
   [[nodiscard]] LossWatch& watch() { return *watch_; }

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "cpu/exchange.hpp"
+#include "group/control_plane.hpp"
 #include "multirank/worlds.hpp"
 #include "plan/random_routing.hpp"
 #include "support/process_memory.hpp"
@@ -192,6 +194,44 @@ TEST(CrossingCountTest, ShowsWhatATokenSavesBetweenDomains) {
     EXPECT_EQ(plan.wire_bytes(row_bytes), 30 * row_bytes);
     EXPECT_EQ(plan, data.plans[rank]);
   });
+}
+
+// The exchange that an executor on GPUs makes after losses: of some ranks, who speak for the
+// others.
+std::string run_without(const ExchangeSetup& setup, int lost, bool is_for_gpu) {
+  std::vector<CaseData> cases;
+  for (uint64_t seed = 71; seed < 79; ++seed) {
+    Case spec = random_case(setup, seed);
+    spec.num_tokens[static_cast<size_t>(lost)] = 0;
+    spec.lost = {lost};
+    cases.push_back(make_case_data(setup, spec));
+  }
+  const std::vector<AllGather> control =
+      make_local_control(setup.num_ranks - 1, std::chrono::seconds(60));
+  std::vector<std::string> differences(static_cast<size_t>(setup.num_ranks));
+  run_threads(setup.num_ranks, [&](const Group& all) {
+    const int rank = all.rank();
+    if (rank == lost) {
+      return;
+    }
+    const auto place = static_cast<size_t>(rank > lost ? rank - 1 : rank);
+    const Group group = with_control(all, [&](std::span<const std::byte> block) {
+      std::vector<Bytes> blocks = control[place](block);
+      blocks.insert(blocks.begin() + lost, Bytes(block.begin(), block.end()));
+      return blocks;
+    });
+    CpuPlace working = {.domains = domains_of(setup), .is_for_gpu = is_for_gpu, .lost = {lost}};
+    Exchange exchange = Executor::exchange_by(
+        std::make_unique<CpuExchange>(group, setup.config(rank), std::move(working))
+    );
+    differences[static_cast<size_t>(rank)] = run_cases(exchange, cases, &group);
+  });
+  return fmt::format("{}", fmt::join(differences, ""));
+}
+
+TEST_P(DomainsTest, GoWithoutARankThatTakesNoPart) {
+  EXPECT_EQ(run_without(setup_, 0, /*is_for_gpu=*/false), "");
+  EXPECT_EQ(run_without(setup_, setup_.num_ranks - 1, /*is_for_gpu=*/true), "");
 }
 
 std::string test_name(const testing::TestParamInfo<Parameters>& info) {

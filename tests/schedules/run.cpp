@@ -118,7 +118,7 @@ RankEnd run_rank(const Group& group, const Scene& scene, Scheduler& scheduler) {
   ExchangeConfig config = scene.setup.config(rank);
   config.timeout = scene.timeouts[static_cast<size_t>(rank)];
   std::optional<Exchange> exchange = Executor::exchange_by(
-      std::make_unique<CpuExchange>(group, config, scene.domains, std::string(), make)
+      std::make_unique<CpuExchange>(group, config, CpuPlace{.domains = scene.domains, .make = make})
   );
   scheduler.enter(rank);
   try {

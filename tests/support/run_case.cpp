@@ -267,6 +267,16 @@ std::string run_all(const Group& group, std::span<const CaseData> cases, Watch* 
 
 }  // namespace
 
+std::vector<std::vector<int>> domains_of(const ExchangeSetup& setup) {
+  std::vector<std::vector<int>> domains;
+  for (int rank = 0; rank < setup.num_ranks; ++rank) {
+    const auto domain = static_cast<size_t>(setup.domain_of[static_cast<size_t>(rank)]);
+    domains.resize(std::max(domains.size(), domain + 1));
+    domains[domain].push_back(rank);
+  }
+  return domains;
+}
+
 Exchange make_exchange(const Group& group, const ExchangeSetup& setup) {
   return make_exchange(group, setup, setup.config(group.rank()));
 }
@@ -277,16 +287,12 @@ Exchange make_exchange(
   if (setup.domain_of.empty() || setup.domain_of == group.topology().domain_of) {
     return Exchange(group, config);
   }
-  std::vector<std::vector<int>> domains;
-  for (int rank = 0; rank < setup.num_ranks; ++rank) {
-    const auto domain = static_cast<size_t>(setup.domain_of[static_cast<size_t>(rank)]);
-    domains.resize(std::max(domains.size(), domain + 1));
-    domains[domain].push_back(rank);
-  }
   if (setup.is_on_gpu()) {
-    return Executor::exchange_by(make_cuda_exchange(group, config, domains));
+    return Executor::exchange_by(make_cuda_exchange(group, config, domains_of(setup)));
   }
-  return Executor::exchange_by(std::make_unique<CpuExchange>(group, config, std::move(domains)));
+  return Executor::exchange_by(
+      std::make_unique<CpuExchange>(group, config, CpuPlace{.domains = domains_of(setup)})
+  );
 }
 
 std::string run_cases(Exchange& exchange, std::span<const CaseData> cases, const Group* group) {

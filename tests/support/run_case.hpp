@@ -11,6 +11,9 @@
 
 namespace weft::test {
 
+// As Topology::domains.
+[[nodiscard]] std::vector<std::vector<int>> domains_of(const ExchangeSetup& setup);
+
 // Collective. An exchange as the setup wants it, in domains that the group need not have.
 [[nodiscard]] Exchange make_exchange(const Group& group, const ExchangeSetup& setup);
 // The same, by a config that need not be the setup's.

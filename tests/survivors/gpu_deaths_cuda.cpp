@@ -48,6 +48,8 @@ ExchangeSetup setup_of(const GpuDeaths& deaths) {
   ExchangeSetup setup;
   setup.num_ranks = deaths.num_ranks;
   setup.num_gpus = deaths.num_gpus;
+  setup.domain_of = deaths.domain_of;
+  setup.transport = "ofi";  // between domains
   setup.num_experts = 2 * deaths.num_ranks;
   setup.hidden = 64;
   setup.timeout = 20s;
@@ -68,7 +70,7 @@ std::vector<int32_t> copies_of_neighbours(int num_ranks) {
 // None, planned or given, for seeds after each other.
 Balancing balancing_of(const GpuDeaths& deaths) {
   const uint64_t kind = deaths.seed % 3;
-  if (kind == 0) {
+  if (kind == 0 || !deaths.domain_of.empty()) {
     return {};
   }
   Balancing balancing = {.replicas = 2, .min_rows = 3};
@@ -230,7 +232,7 @@ class Life {
     rank_ = group.rank();
     ExchangeConfig config = fates_.setup().config(rank_);
     config.on_peer_loss = PeerLoss::kShrink;
-    exchange_.emplace(group, config);
+    exchange_.emplace(make_exchange(group, fates_.setup(), config));
     round_.emplace(*exchange_, fates_.without({}), deaths_.is_replayed);
     are_all_there();
     while (next_ < fates_.num_deaths() || num_rounds_ < kRoundsAfter) {

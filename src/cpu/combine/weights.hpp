@@ -37,7 +37,7 @@ inline void swap_source_weights(const CpuCall& call, const CombineInput& in) {
   std::vector<Missing> wanted;
   for (size_t step = 1; step < num_ranks; ++step) {
     const size_t peer = (self + step) % num_ranks;
-    if (call.rank.is_lost(peer)) {
+    if (call.rank.is_lost(static_cast<int>(peer))) {
       continue;
     }
     const Arrivals& pair = call.plan.sent[peer];

@@ -282,7 +282,7 @@ Plan CpuExchange::plan_by_counts(
   }
   SwappedRecords records = RecordSwap(*this, data, counts, rows).run();
   add_received(data, std::move(records.received));
-  if (domains_->has_several()) {
+  if (domains_->has_several() || place_.is_for_gpu) {
     data.between = make_domain_traffic(data, domains_, std::move(records.forwarded));
   }
   ++counters_.num_plans;
@@ -299,7 +299,7 @@ Plan CpuExchange::make_plan(
     RouteTable routes = read_routing(
         routing, settings_.num_experts, settings_.max_topk, settings_.max_tokens, context_
     );
-    if (survival_ && survival_->epoch() > 0) {
+    if (!lost_ranks().empty()) {
       drop_routes_to(lost_experts(options.balance), routes);
     }
     return routes;

@@ -37,7 +37,7 @@ void CallBoard::post(std::span<const CallWord> words, std::span<const std::byte>
   const uint64_t offset = map_.call_offset(call_, own);
   for (int step = 0; step < context_.num_ranks; ++step) {
     const int rank = (context_.rank + step) % context_.num_ranks;
-    if (is_lost(rank)) {
+    if (is_lost_(rank)) {
       continue;
     }
     std::memcpy(message_.data(), &words[static_cast<size_t>(rank)], sizeof(CallWord));
@@ -62,18 +62,34 @@ void CallBoard::post(std::span<const CallWord> words, std::span<const std::byte>
   }
 }
 
-std::vector<CallWord> CallBoard::collect(const CallWord& own) {
+std::vector<Missing> CallBoard::words_of_others() const {
   std::vector<Missing> wanted;
   const uint64_t of_parity = (call_ - first_call_ + 1) / 2;  // calls so far
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    if (rank != context_.rank && !is_lost(rank)) {
+    if (rank != context_.rank && !is_lost_(rank)) {
       wanted.push_back({.peer = rank, .signal = signals_.call(call_, rank), .wanted = of_parity});
     }
   }
-  waiter_.until_raised({.op = op_name(own.op), .call = call_, .what = "handshake"}, wanted);
+  return wanted;
+}
+
+std::vector<int> CallBoard::late() const {
+  std::vector<int> ranks;
+  for (const Missing& one : words_of_others()) {
+    if (transport_.signal_value(one.signal) < one.wanted) {
+      ranks.push_back(one.peer);
+    }
+  }
+  return ranks;
+}
+
+std::vector<CallWord> CallBoard::collect(const CallWord& own) {
+  waiter_.until_raised(
+      {.op = op_name(own.op), .call = call_, .what = "handshake"}, words_of_others()
+  );
   std::vector<CallWord> words(static_cast<size_t>(context_.num_ranks));
   for (size_t rank = 0; rank < words.size(); ++rank) {
-    if (is_lost(static_cast<int>(rank))) {
+    if (is_lost_(static_cast<int>(rank))) {
       words[rank].call = own.call;
       words[rank].op = own.op;
       words[rank].signature = own.signature;

@@ -19,6 +19,7 @@
 #include "call/signature.hpp"
 #include "cpu/protocol/region_map.hpp"
 #include "cpu/protocol/waiter.hpp"
+#include "plan/without.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {
@@ -49,8 +50,8 @@ struct CallWord {
 class CallBoard {
  public:
   // `control` is this rank's control region, zeroed; every rank's is imported under slots[rank].
-  // `num_calls` were made before, whose signals do not count here. `survival`: who is lost, if
-  // ranks may be; their words are as those of ranks without tokens.
+  // `num_calls` were made before, whose signals do not count here. Words of ranks that are lost are
+  // as those of ranks without tokens.
   CallBoard(
       Transport& transport,
       Waiter& waiter,
@@ -60,7 +61,7 @@ class CallBoard {
       std::byte* control,
       std::vector<uint32_t> slots,
       uint64_t num_calls = 0,
-      const Survival* survival = nullptr
+      IsLost is_lost = none_is_lost
   )
       : transport_(transport),
         waiter_(waiter),
@@ -69,7 +70,7 @@ class CallBoard {
         signals_(signals),
         control_(control),
         slots_(std::move(slots)),
-        survival_(survival),
+        is_lost_(std::move(is_lost)),
         first_call_(num_calls),
         call_(num_calls) {}
 
@@ -92,15 +93,17 @@ class CallBoard {
   // error.
   void refuse(Op op, std::string_view reason);
 
+  // Ranks that have not begun the call that this one is in, ascending.
+  [[nodiscard]] std::vector<int> late() const;
+
  private:
   friend struct CpuInside;  // for tests
 
   void post(std::span<const CallWord> words, std::span<const std::byte> payload);
   [[nodiscard]] std::vector<CallWord> collect(const CallWord& own);
   void compare(std::span<const CallWord> words) const;
-  [[nodiscard]] bool is_lost(int rank) const {
-    return survival_ != nullptr && survival_->is_lost(rank);
-  }
+  // The words of this call that others post here.
+  [[nodiscard]] std::vector<Missing> words_of_others() const;
 
   Transport& transport_;
   Waiter& waiter_;
@@ -109,7 +112,7 @@ class CallBoard {
   SignalMap signals_;
   std::byte* control_;
   std::vector<uint32_t> slots_;
-  const Survival* survival_;
+  IsLost is_lost_;
   uint64_t first_call_;  // before those that signals of this board count
   uint64_t call_;
   std::vector<std::byte> message_;

@@ -4,6 +4,7 @@
 #include <hwy/cache_control.h>
 
 #include <thread>
+#include <utility>
 
 #include "core/clock.hpp"
 #include "core/interrupt.hpp"
@@ -24,13 +25,13 @@ Waiter::Waiter(
     const Context& context,
     std::chrono::milliseconds timeout,
     uint32_t first_notice,
-    Survival* survival
+    Company company
 )
     : transport_(&transport),
       context_(context),
       timeout_(timeout),
       first_notice_(first_notice),
-      survival_(survival),
+      company_(std::move(company)),
       wait_ns_(static_cast<size_t>(context.num_ranks)) {}
 
 void Waiter::until(
@@ -48,7 +49,8 @@ void Waiter::until(
   }
   const auto start = transport_->now();
   auto last_look = start;
-  Survival::Vigil wait = survival_ ? survival_->begin_wait() : Survival::Vigil();
+  Survival* const survival = company_.survival;
+  Survival::Vigil wait = survival ? survival->begin_wait() : Survival::Vigil();
   for (;;) {
     const uint32_t doorbell = transport_->doorbell();
     if (ready() || (is_stopping && is_stopping())) {
@@ -61,9 +63,11 @@ void Waiter::until(
     bool is_late = left <= left.zero();
     if (now - last_look >= kLookEvery || is_late) {
       last_look = now;
-      if (survival_ != nullptr) {
-        survival_->look();
-        is_late = survival_->is_over(wait);
+      if (company_.look) {
+        company_.look();
+      }
+      if (survival != nullptr) {
+        is_late = survival->is_over(wait);
       }
       WEFT_CHECK(
           context_,
@@ -79,7 +83,7 @@ void Waiter::until(
     if (is_late) {
       give_up(reason, late);
     }
-    const bool ends_before = survival_ == nullptr && left < kLookEvery;
+    const bool ends_before = survival == nullptr && left < kLookEvery;
     transport_->park(doorbell, ends_before ? Clock::duration(left) : kLookEvery);
     const auto slept = transport_->now() - now;
     for (const Missing& one : late) {
@@ -180,8 +184,7 @@ std::string Waiter::end_of(int peer, std::chrono::milliseconds patience) const {
     const PeerState how = peer < 0 ? PeerState::kAlive : transport_->peer_state(peer);
     int dead = how == PeerState::kDied ? peer : -1;
     for (int rank = 0; rank < context_.num_ranks && dead < 0; ++rank) {
-      const bool is_other =
-          rank != context_.rank && (survival_ == nullptr || !survival_->is_lost(rank));
+      const bool is_other = rank != context_.rank && !company_.is_lost(rank);
       dead = is_other && transport_->peer_state(rank) == PeerState::kDied ? rank : -1;
     }
     std::string death = dead < 0 ? "" : fmt::format("rank {} died", dead);

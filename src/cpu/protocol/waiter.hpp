@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "plan/without.hpp"
 #include "survive/survival.hpp"
 #include "transport/transport.hpp"
 
@@ -33,16 +34,23 @@ struct WaitReason {
   std::string_view what;  // "rows"
 };
 
+// Who else takes part, and what this rank does now and then while it waits for them.
+struct Company {
+  Survival* survival = nullptr;  // who says when a wait is over; null: the deadline
+  IsLost is_lost = none_is_lost;
+  std::function<void()> look = {};  // what it throws ends the wait
+};
+
 class Waiter {
  public:
   // `first_notice`: the signal by which rank 0 says in which call it was interrupted; those of the
-  // others follow. `survival`: whom to tell that this rank is not stopped, if anybody.
+  // others follow.
   Waiter(
       Transport& transport,
       const Context& context,
       std::chrono::milliseconds timeout,
       uint32_t first_notice,
-      Survival* survival = nullptr
+      Company company = {}
   );
   // Waits for signals of another transport, and of other numbers, from now on.
   void follow(Transport& transport, uint32_t first_notice) {
@@ -92,7 +100,7 @@ class Waiter {
   Context context_;
   std::chrono::milliseconds timeout_;
   uint32_t first_notice_;
-  Survival* survival_;
+  Company company_;
   std::vector<std::atomic<int64_t>> wait_ns_;
 };
 

@@ -131,6 +131,10 @@ class CudaExchange final : public Executor {
   }
   // This rank's caller wants to stop: the kernels end, and the peers hear why.
   void interrupt();
+  // Any thread: no kernel of this rank waits any more, until go_on_without().
+  void stop();
+  // What they have come to then; nothing: they have not ended yet. No call is made meanwhile.
+  [[nodiscard]] std::optional<LossWatch::Calls> ended_calls() const;
   // Whether check() would throw; any thread may ask.
   [[nodiscard]] bool has_fault() const {
     return *static_cast<volatile FaultKind*>(&own_->fault.get()->kind) != FaultKind::kNone;
@@ -168,8 +172,6 @@ class CudaExchange final : public Executor {
   void stop_kernels(uint32_t call);
   // With PeerLoss::kShrink (losses.cpp). Makes losses_; collective.
   void watch_for_losses(const Group& group);
-  // By the thread of LossWatch: no kernel of this rank waits any more, until go_on_without().
-  void stop_for_loss();
   // If ranks are lost: waits for those that are left, and throws Error (kRanksLost) when the next
   // call can be made without the lost ones. Returns if none is. `late` as for LossWatch::settle().
   void look_for_losses(Op op, ErrorCode cause, std::optional<int> late = std::nullopt);

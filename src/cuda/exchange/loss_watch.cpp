@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <map>
 
 #include "core/check.hpp"
@@ -243,6 +244,10 @@ LossWatch::Agreement LossWatch::agree_on_calls(std::string_view op, const Calls&
       if (survival_.finish_call(op)) {
         seen_to_leave_.reset();
         has_left_.store(false, std::memory_order_relaxed);
+        if (kernels_.connect) {
+          survival_.begin_call(/*is_second_part=*/true);
+          meet_at_last(op, kernels_.connect);
+        }
         return {
             .last = all.last,
             .void_calls = static_cast<int64_t>(own.last + 1 - all.first_void),
@@ -267,7 +272,7 @@ std::vector<int> LossWatch::readmit(std::span<const int> ranks, const Connect& c
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   survival_.begin_call();
   std::vector<int> missing = survival_.readmit(ranks);
-  meet_at_last(connect);
+  meet_at_last("readmit", connect);
   return missing;
 }
 
@@ -285,11 +290,11 @@ void LossWatch::meet(const Connect& connect) {
   const Wait wait(this);
   const std::lock_guard lock(mutex_);
   survival_.begin_call();
-  meet_at_last(connect);
+  meet_at_last("rejoin", connect);
 }
 
 // It ends on all members with the same of them, whoever is lost meanwhile.
-void LossWatch::meet_at_last(const Connect& connect) {
+void LossWatch::meet_at_last(std::string_view op, const Connect& connect) {
   for (bool is_over = false; !is_over;) {
     try {
       const Group group = with_control(survival_.group(), [this](std::span<const std::byte> block) {
@@ -301,15 +306,15 @@ void LossWatch::meet_at_last(const Connect& connect) {
         }
         return blocks;
       });
-      uint32_t newcomers = 0;  // maybe more than when this rank ended its own wait
-      for (int rank = 0; rank < context_.num_ranks; ++rank) {
-        newcomers |= survival_.has_come(rank) ? 1U << static_cast<uint32_t>(rank) : 0U;
-      }
-      connect(group, {.ranks = survival_.members(), .newcomers = newcomers});
-      is_over = survival_.finish_call("readmit");
+      Meeting who = {.ranks = survival_.members()};
+      // Maybe more than when this rank ended its own wait.
+      std::ranges::copy_if(who.ranks, std::back_inserter(who.newcomers), [this](int rank) {
+        return survival_.has_come(rank);
+      });
+      connect(group, who);
+      is_over = survival_.finish_call(op);
     } catch (const Error& error) {
-      if (error.code() == ErrorCode::kInvalidArgument ||
-          !survival_.settle("readmit", error.code())) {
+      if (error.code() == ErrorCode::kInvalidArgument || !survival_.settle(op, error.code())) {
         survival_.leave();
         throw;
       }
@@ -328,6 +333,28 @@ uint32_t LossWatch::lost() const {
     lost |= is_alive ? 0U : 1U << static_cast<uint32_t>(rank);
   }
   return lost;
+}
+
+void LossWatch::raise(
+    std::string_view op,
+    const CallReport& now,
+    const std::function<void(const CallReport&)>& on_loss
+) const {
+  if (on_loss) {
+    on_loss(now);
+  }
+  WEFT_RAISE(
+      context_,
+      ErrorCode::kRanksLost,
+      "{}: {} {} lost; {} of {} ranks go on, and the last {} calls of this one are to be made "
+      "again",
+      op,
+      rank_list(now.lost),
+      now.lost.size() == 1 ? "is" : "are",
+      now.alive.size(),
+      context_.num_ranks,
+      now.void_calls
+  );
 }
 
 void LossWatch::resume() {

@@ -34,16 +34,21 @@ class LossWatch {
     uint64_t last = 0;        // that has ended, well or not
     uint64_t first_void = 0;  // that has to be made again, the one after the last if none
   };
+  // What members do to reach each other anew, by an all_gather of theirs.
+  using Connect = std::function<void(const Group& members, const Meeting& who)>;
   // What a rank's kernels have come to, when others need it at any time.
   struct Kernels {
     // Ends their waits, and all that is queued behind them.
     std::function<void()> stop;
     // After that; nothing: they have not ended yet. The rank makes no call meanwhile.
     std::function<std::optional<Calls>()> calls;
+    // As for meet(), once ranks are lost and calls are agreed on; null: the others are reached as
+    // before.
+    Connect connect = {};
   };
-  // Collective. Throws Error (kUnsupported) where ranks share no memory of the host. A rank that
-  // joins again waits until the members take it in, and is one of them after meet(); throws
-  // TimeoutError if they do not.
+  // Collective. Ranks whose `context.transport` is "peer" share memory of the host, others speak
+  // by messages. A rank that joins again waits until the members take it in, and is one of them
+  // after meet(); throws TimeoutError if they do not.
   LossWatch(
       const Group& group, const Context& context, std::chrono::milliseconds timeout, Kernels kernels
   );
@@ -71,6 +76,12 @@ class LossWatch {
   // A rank has ended its exchange: a call that needs it will not end.
   [[nodiscard]] bool has_left() const { return has_left_.load(std::memory_order_relaxed); }
   [[nodiscard]] CallReport report() const;  // as this rank's last call was told
+  // A watch has agreed in this rank's place, or could not, and settle() will say so. Waits for one
+  // that is about to.
+  [[nodiscard]] bool has_answered() const {
+    const std::lock_guard lock(mutex_);
+    return answered_ || answer_error_;
+  }
   // Others shall not wait for this rank any more.
   void leave();
   // See Exchange::mask().
@@ -95,14 +106,16 @@ class LossWatch {
   // Waits until all members are here, with their calls ended. Otherwise as settle(): ranks are
   // lost, and who is here has no more to say than those that are in a call.
   [[nodiscard]] std::optional<Agreement> assemble(std::string_view op, const Calls& own);
-  // A bit for each rank that was none of them then.
+  // A bit for each rank that was none of them then; of at most 32 ranks.
   [[nodiscard]] uint32_t lost() const;
-  [[nodiscard]] std::string invitation() const { return survival_.invitation("peer"); }
+  // `transport`: by which the exchange is made, as Survival has it.
+  [[nodiscard]] std::string invitation(std::string_view transport) const {
+    return survival_.invitation(transport);
+  }
   [[nodiscard]] bool has_ended(int rank) const;
   // Waits until new processes that take the places of these lost ranks are members, and then meets
   // all members. -> which of them did not ask for it in time. Throws what `connect` does; then this
   // rank has left.
-  using Connect = std::function<void(const Group& members, const Meeting& who)>;
   [[nodiscard]] std::vector<int> readmit(std::span<const int> ranks, const Connect& connect);
   // Before and after that, as Survival has them.
   void check_lost(std::span<const int> ranks) const;
@@ -113,6 +126,12 @@ class LossWatch {
   void meet(const Connect& connect);
   // The kernels may be stopped again.
   void resume();
+  // Throws Error (kRanksLost) of the call in which they were, by `now`, after telling `on_loss`.
+  [[noreturn]] void raise(
+      std::string_view op,
+      const CallReport& now,
+      const std::function<void(const CallReport&)>& on_loss
+  ) const;
 
  private:
   void run();
@@ -121,7 +140,7 @@ class LossWatch {
   void answer();
   // Once others are members.
   [[nodiscard]] Agreement agree_on_calls(std::string_view op, const Calls& own);
-  void meet_at_last(const Connect& connect);
+  void meet_at_last(std::string_view op, const Connect& connect);
   // This rank's call is told who the members are.
   void tell();
 

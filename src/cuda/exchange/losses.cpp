@@ -15,24 +15,25 @@
 namespace weft {
 
 void CudaExchange::watch_for_losses(const Group& group) {
-  const auto calls = [this]() -> std::optional<LossWatch::Calls> {
-    const CudaDeviceGuard guard(settings_.device.index);
-    const RelaxedCapture no_capture;
-    if (cudaEventQuery(own_->last_call.get()) == cudaErrorNotReady) {
-      static_cast<void>(cudaGetLastError());  // it is no error of the next launch
-      return std::nullopt;
-    }
-    return own_calls();
-  };
   losses_ = std::make_unique<LossWatch>(
       group,
       context_,
       settings_.timeout,
-      LossWatch::Kernels{.stop = [this] { stop_for_loss(); }, .calls = calls}
+      LossWatch::Kernels{.stop = [this] { stop(); }, .calls = [this] { return ended_calls(); }}
   );
 }
 
-void CudaExchange::stop_for_loss() {
+std::optional<LossWatch::Calls> CudaExchange::ended_calls() const {
+  const CudaDeviceGuard guard(settings_.device.index);
+  const RelaxedCapture no_capture;
+  if (cudaEventQuery(own_->last_call.get()) == cudaErrorNotReady) {
+    static_cast<void>(cudaGetLastError());  // it is no error of the next launch
+    return std::nullopt;
+  }
+  return own_calls();
+}
+
+void CudaExchange::stop() {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
   const auto now =
@@ -105,7 +106,7 @@ void CudaExchange::await_last_call() const {
 void CudaExchange::look_for_losses(Op op, ErrorCode cause, std::optional<int> late) {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
-  stop_for_loss();
+  stop();
   std::optional<LossWatch::Agreement> agreed;
   try {
     await_last_call();
@@ -124,22 +125,7 @@ void CudaExchange::raise_losses(Op op, const LossWatch::Agreement& agreed) {
   calls_behind_ = agreed.calls_behind;
   go_on_without(losses_->lost(), agreed.last);
   losses_->resume();
-  const CallReport now = report();
-  if (settings_.on_loss) {
-    settings_.on_loss(now);
-  }
-  WEFT_RAISE(
-      context_,
-      ErrorCode::kRanksLost,
-      "{}: {} {} lost; {} of {} ranks go on, and the last {} calls of this one are to be made "
-      "again",
-      op_name(op),
-      rank_list(now.lost),
-      now.lost.size() == 1 ? "is" : "are",
-      now.alive.size(),
-      context_.num_ranks,
-      void_calls_
-  );
+  losses_->raise(op_name(op), report(), settings_.on_loss);
 }
 
 void CudaExchange::set_broken() {
@@ -182,14 +168,7 @@ void CudaExchange::mask(std::span<const int> ranks) {
 }
 
 bool CudaExchange::grow(int64_t /*max_tokens*/, int /*max_topk*/) {
-  WEFT_RAISE(
-      context_,
-      ErrorCode::kUnsupported,
-      "grow: an exchange on GPUs that goes on without lost ranks keeps its size (max_tokens = {}, "
-      "max_topk = {})",
-      settings_.max_tokens,
-      settings_.max_topk
-  );
+  refuse_to_grow(settings_, context_);
 }
 
 }  // namespace weft

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // CudaExchange takes new processes into the places of ranks that are lost, and is one of them.
+#include "cuda/exchange/readmission.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,22 +19,9 @@
 namespace weft {
 
 std::string CudaExchange::invitation() const {
-  return losses_ ? losses_->invitation() : Executor::invitation();
+  return losses_ ? losses_->invitation("peer") : Executor::invitation();
 }
 
-namespace {
-
-constexpr uint64_t kUnknownCalls = ~uint64_t{0};
-
-// What members tell each other before they meet. A newcomer has made no call, and learns the rest.
-struct Facts {
-  uint64_t last_call = kUnknownCalls;
-  uint64_t stamp = 0;
-  uint64_t fused_replicas = 0;
-  std::array<int64_t, 4> config = {};
-};
-
-// Those of the ranks that were there before.
 Facts gather_facts(const Group& group, const Meeting& who, const Facts& own) {
   const std::vector<Facts> all = gather_values(group, own);
   Facts known = own;
@@ -62,6 +51,8 @@ Facts gather_facts(const Group& group, const Meeting& who, const Facts& own) {
 std::array<int64_t, 4> sizes_of(const ExchangeConfig& config) {
   return {config.hidden, config.max_tokens, config.num_experts, config.max_topk};
 }
+
+namespace {
 
 uint32_t all_but(const Meeting& who, int num_ranks) {
   uint32_t lost = 0;

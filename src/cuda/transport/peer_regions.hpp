@@ -45,15 +45,13 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "boards are shared by 
 // Ranks that make a collective call. With some of a group alone, an all_gather of the others is
 // whatever fits.
 struct Meeting {
-  std::vector<int> ranks = {};  // ascending; empty: all
-  uint32_t newcomers = 0;       // bit r: a new process has the place of rank r
+  std::vector<int> ranks = {};      // ascending; empty: all
+  std::vector<int> newcomers = {};  // of these, ascending: new processes in their places
 
   [[nodiscard]] bool has(int rank) const {
     return ranks.empty() || std::ranges::binary_search(ranks, rank);
   }
-  [[nodiscard]] bool is_new(int rank) const {
-    return (newcomers >> static_cast<uint32_t>(rank) & 1U) != 0;
-  }
+  [[nodiscard]] bool is_new(int rank) const { return std::ranges::binary_search(newcomers, rank); }
 };
 
 // What a rank's regions of device memory look like to its peers: one board per rank in host memory

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// GPUs of one host that go on without ranks that are lost (PeerLoss::kShrink). Ranks are processes.
+// GPUs that go on without ranks that are lost (PeerLoss::kShrink), of one host and in two domains.
+// Ranks are processes.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -56,7 +57,9 @@ int status_of_given_up(Exchange& exchange, const CaseData& data) {
   return is_told ? 0 : 1;
 }
 
-class GpuSurvivalTest : public testing::Test {
+// What the tests of both share.
+template <class Base>
+class SurvivalOf : public Base {
  protected:
   void SetUp() override {
     set_many_connections();
@@ -69,6 +72,8 @@ class GpuSurvivalTest : public testing::Test {
 
   [[nodiscard]] ExchangeSetup setup(std::chrono::milliseconds timeout = 20s) const {
     ExchangeSetup setup = gpu_setup(kRanks, num_gpus_);
+    setup.domain_of = domain_of_;
+    setup.transport = "ofi";
     setup.timeout = timeout;
     return setup;
   }
@@ -81,7 +86,7 @@ class GpuSurvivalTest : public testing::Test {
     ExchangeConfig config = setup.config(group.rank());
     config.on_peer_loss = PeerLoss::kShrink;
     config.on_loss = on_loss;
-    return {group, config};
+    return make_exchange(group, setup, config);
   }
 
   // All ranks make a round; then `end` is called on rank 1, which returns whether it goes on; the
@@ -146,16 +151,42 @@ class GpuSurvivalTest : public testing::Test {
   }
 
   int num_gpus_ = 0;
+  std::vector<int> domain_of_ = {};  // empty: one
 };
 
-TEST_F(GpuSurvivalTest, TheRestGoesOnWhenRanksAreKilled) {
+// By the domain of each rank.
+class GpuSurvivalTest : public SurvivalOf<testing::TestWithParam<std::vector<int>>> {
+ protected:
+  void SetUp() override {
+    SurvivalOf::SetUp();
+    domain_of_ = GetParam();
+  }
+};
+INSTANTIATE_TEST_SUITE_P(
+    All,
+    GpuSurvivalTest,
+    testing::Values(std::vector<int>{}, std::vector<int>{0, 1, 1}, std::vector<int>{0, 1, 0}),
+    [](const auto& parameter) {
+      return parameter.param.empty()       ? "OneHost"
+             : parameter.param.back() == 1 ? "LostOfTwo"
+                                           : "LostAlone";
+    }
+);
+
+// What only GPUs of one host can, or are told.
+class GpuHostSurvivalTest : public SurvivalOf<testing::Test> {};
+
+// Four ranks in domains of other sizes.
+class GpuDomainsSurvivalTest : public SurvivalOf<testing::Test> {};
+
+TEST_F(GpuHostSurvivalTest, TheRestGoesOnWhenRanksAreKilled) {
   for (uint64_t seed = 1; seed <= 3; ++seed) {
     const GroupOfDeaths group = run_deaths({.num_gpus = num_gpus_, .seed = seed});
     EXPECT_EQ(group.num_wrong + group.num_hung, 0) << "seed " << seed;
   }
 }
 
-TEST_F(GpuSurvivalTest, ReplayedGraphsGoOnWhenRanksAreKilled) {
+TEST_F(GpuHostSurvivalTest, ReplayedGraphsGoOnWhenRanksAreKilled) {
   for (uint64_t seed = 11; seed <= 13; ++seed) {
     const GroupOfDeaths group =
         run_deaths({.num_gpus = num_gpus_, .seed = seed, .is_replayed = true});
@@ -163,7 +194,7 @@ TEST_F(GpuSurvivalTest, ReplayedGraphsGoOnWhenRanksAreKilled) {
   }
 }
 
-TEST_F(GpuSurvivalTest, NewProcessesTakeThePlacesOfThoseThatAreKilled) {
+TEST_F(GpuHostSurvivalTest, NewProcessesTakeThePlacesOfThoseThatAreKilled) {
   for (uint64_t seed = 21; seed <= 23; ++seed) {
     const GroupOfDeaths group =
         run_deaths({.num_ranks = 3, .num_gpus = num_gpus_, .seed = seed, .num_returns = 4});
@@ -171,8 +202,31 @@ TEST_F(GpuSurvivalTest, NewProcessesTakeThePlacesOfThoseThatAreKilled) {
   }
 }
 
+TEST_F(GpuDomainsSurvivalTest, TheRestGoesOnWhenRanksAreKilled) {
+  const std::vector<std::vector<int>> worlds = {{0, 0, 1, 1}, {0, 1, 1, 2}, {0, 1, 0, 1}};
+  for (uint64_t seed = 41; seed <= 43; ++seed) {
+    const GroupOfDeaths group = run_deaths(
+        {.num_gpus = num_gpus_, .seed = seed, .domain_of = worlds[static_cast<size_t>(seed - 41)]}
+    );
+    EXPECT_EQ(group.num_wrong + group.num_hung, 0) << "seed " << seed;
+  }
+}
+
+TEST_F(GpuDomainsSurvivalTest, NewProcessesTakeThePlacesOfThoseThatAreKilled) {
+  for (uint64_t seed = 51; seed <= 52; ++seed) {
+    const GroupOfDeaths group = run_deaths(
+        {.num_ranks = 3,
+         .num_gpus = num_gpus_,
+         .seed = seed,
+         .num_returns = 3,
+         .domain_of = seed == 51 ? std::vector{0, 0, 1} : std::vector{0, 1, 2}}
+    );
+    EXPECT_EQ(group.num_wrong + group.num_hung, 0) << "seed " << seed;
+  }
+}
+
 // By VMM its memory appears at the old addresses; by CUDA IPC graphs are captured again.
-TEST_F(GpuSurvivalTest, ReplayedGraphsGoOnWithNewProcesses) {
+TEST_F(GpuHostSurvivalTest, ReplayedGraphsGoOnWithNewProcesses) {
   for (const char* const transport : {"vmm", "ipc"}) {
     const GroupOfDeaths group = run_deaths(
         {.num_ranks = 3,
@@ -186,7 +240,7 @@ TEST_F(GpuSurvivalTest, ReplayedGraphsGoOnWithNewProcesses) {
   }
 }
 
-TEST_F(GpuSurvivalTest, AGraphThatKnowsOldAddressesIsRefused) {
+TEST_F(GpuHostSurvivalTest, AGraphThatKnowsOldAddressesIsRefused) {
   const ExchangeSetup own = setup();
   Case spec;
   spec.num_tokens = {20, 30, 25};
@@ -245,7 +299,7 @@ TEST_F(GpuSurvivalTest, AGraphThatKnowsOldAddressesIsRefused) {
   EXPECT_EQ(spare.status(), 0);
 }
 
-TEST_F(GpuSurvivalTest, SaysWhyARankCannotComeBack) {
+TEST_F(GpuHostSurvivalTest, SaysWhyARankCannotComeBack) {
   const ExchangeSetup own = setup(3s);
   const CaseData all = case_without(own, {});
   const CaseData rest = case_without(own, {1});
@@ -297,7 +351,7 @@ TEST_F(GpuSurvivalTest, SaysWhyARankCannotComeBack) {
   EXPECT_EQ(spare.status(), 0);
 }
 
-TEST_F(GpuSurvivalTest, TheRestGoesOnWhenARankLeaves) {
+TEST_P(GpuSurvivalTest, TheRestGoesOnWhenARankLeaves) {
   expect_the_rest_goes_on(setup(), [](const Group&, std::optional<Exchange>& exchange) {
     exchange.reset();
     return 0;
@@ -305,7 +359,7 @@ TEST_F(GpuSurvivalTest, TheRestGoesOnWhenARankLeaves) {
 }
 
 // Nothing of it is taken for new when it goes on.
-TEST_F(GpuSurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
+TEST_P(GpuSurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
   const ExchangeSetup own = setup(4s);
   const CaseData all = case_without(own, {});
   const auto stop = [&](const Group&, std::optional<Exchange>& exchange) {
@@ -323,7 +377,7 @@ TEST_F(GpuSurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
 }
 
 // It lives, and its memory can be reached.
-TEST_F(GpuSurvivalTest, ARankThatMakesNoCallsIsGivenUp) {
+TEST_P(GpuSurvivalTest, ARankThatMakesNoCallsIsGivenUp) {
   const ExchangeSetup own = setup(4s);
   const CaseData all = case_without(own, {});
   const auto sleep = [&](const Group&, std::optional<Exchange>& exchange) {
@@ -333,7 +387,7 @@ TEST_F(GpuSurvivalTest, ARankThatMakesNoCallsIsGivenUp) {
   expect_the_rest_goes_on(own, sleep);
 }
 
-TEST_F(GpuSurvivalTest, AMaskedRankIsLost) {
+TEST_P(GpuSurvivalTest, AMaskedRankIsLost) {
   const ExchangeSetup own = setup();
   const CaseData all = case_without(own, {});
   const auto go_on = [&](const Group&, std::optional<Exchange>& exchange) {
@@ -352,7 +406,7 @@ TEST_F(GpuSurvivalTest, AMaskedRankIsLost) {
   expect_the_rest_goes_on(own, go_on, 0, mask);
 }
 
-TEST_F(GpuSurvivalTest, PlansFromBeforeAreRefused) {
+TEST_P(GpuSurvivalTest, PlansFromBeforeAreRefused) {
   const ExchangeSetup own = setup();
   const CaseData data = case_without(own, {});
   const auto statuses = run_forked(kRanks, [&](const Group& group) {
@@ -382,7 +436,7 @@ TEST_F(GpuSurvivalTest, PlansFromBeforeAreRefused) {
 }
 
 // Each would wait for the other in its own until the deadline.
-TEST_F(GpuSurvivalTest, RanksThatComeToDifferentExchangesFirstGoOnInBoth) {
+TEST_P(GpuSurvivalTest, RanksThatComeToDifferentExchangesFirstGoOnInBoth) {
   const ExchangeSetup own = setup();
   const CaseData all = case_without(own, {});
   const CaseData rest = case_without(own, {1});
@@ -424,7 +478,7 @@ TEST_F(GpuSurvivalTest, RanksThatComeToDifferentExchangesFirstGoOnInBoth) {
   EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
 }
 
-TEST_F(GpuSurvivalTest, IsRefusedWhereItCannotBe) {
+TEST_F(GpuHostSurvivalTest, IsRefusedWhereItCannotBe) {
   const ExchangeSetup own = setup();
   const auto statuses = run_forked(2, [&](const Group& group) {
     ExchangeSetup two = own;

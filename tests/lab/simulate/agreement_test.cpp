@@ -115,7 +115,7 @@ class AgreementTest : public testing::TestWithParam<Param> {
       config.transport = std::get<1>(GetParam());
       config.num_threads = 1;
       config.fan_out = FanOut::kReceiver;
-      CpuExchange exchange(group, config, domains());
+      CpuExchange exchange(group, config, CpuPlace{.domains = domains()});
       const RouteTable& own = routes[static_cast<size_t>(group.rank())];
       const std::vector<float> weights(own.expert.size(), 0.5F);
       PlanOptions options;

@@ -17,6 +17,7 @@ from weft.compat import deep_ep, flashinfer, nixl_ep
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compat"))
 import flashinfer_stub as stub  # noqa: E402
+from call_cases import domains_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -175,9 +176,10 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def eager(rank, _num_ranks, group, door, folder, dying):
+def eager(rank, num_ranks, group, door, folder, dying, per_domain=RANKS):
     """Ranks hear of it at different calls: some by a query, some by a call, some rounds ahead."""
-    layer = DOORS[door](rank, group, folder)
+    with domains_of(per_domain, num_ranks) as group:
+        layer = DOORS[door](rank, group, folder)
     made = []
     for number in range(ROUNDS):
         if rank in dying and number == (DEATH if rank == VICTIM else SECOND_DEATH):
@@ -204,6 +206,12 @@ def eager(rank, _num_ranks, group, door, folder, dying):
 @pytest.mark.parametrize("door", range(len(DOORS)), ids=NAMES)
 def test_calls_return_when_a_rank_is_killed(ranks, door, dying, tmp_path):
     ranks(eager, RANKS, door, str(tmp_path), dying, dying=dying, seconds=LIMIT)
+
+
+@pytest.mark.parametrize("door", range(len(DOORS)), ids=NAMES)
+def test_calls_between_domains_return_when_a_rank_is_killed(ranks, door, tmp_path):
+    dying = (VICTIM, SECOND)
+    ranks(eager, RANKS, door, str(tmp_path), dying, 2, dying=dying, seconds=LIMIT)
 
 
 def replayed(rank, _num_ranks, group, door, folder):

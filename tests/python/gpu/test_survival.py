@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from call_cases import domains_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -42,10 +43,11 @@ def exchange_of(group, num_ranks, device, on_loss=None):
     )
 
 
-def lives_on(rank, num_ranks, group, is_replayed):
+def lives_on(rank, num_ranks, group, is_replayed, per_domain):
     device = torch.device("cuda", rank % torch.cuda.device_count())
     told = []
-    ex = exchange_of(group, num_ranks, device, told.append)
+    with domains_of(per_domain, num_ranks) as group:
+        ex = exchange_of(group, num_ranks, device, told.append)
     x, idx = inputs_of(rank, num_ranks, device)
     run = lambda: sums_of(ex, x, idx)  # noqa: E731
     with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -91,9 +93,10 @@ def lives_on(rank, num_ranks, group, is_replayed):
 _kept = {}  # exchanges of this process, from one call of a test to the next
 
 
-def killed_for_now(rank, num_ranks, group):
+def killed_for_now(rank, num_ranks, group, per_domain):
     device = torch.device("cuda", rank % torch.cuda.device_count())
-    ex = _kept["ex"] = exchange_of(group, num_ranks, device)
+    with domains_of(per_domain, num_ranks) as group:
+        ex = _kept["ex"] = exchange_of(group, num_ranks, device)
     x, idx = inputs_of(rank, num_ranks, device)
     assert torch.equal(sums_of(ex, x, idx), x * TOPK)
     torch.cuda.synchronize(device)
@@ -125,11 +128,15 @@ def coming_back(rank, num_ranks, group):
     ex.check()
 
 
-def test_a_new_process_takes_the_place_of_a_lost_rank(ranks):
-    ranks(killed_for_now, 3, dying=(VICTIM,))
+@pytest.mark.parametrize("per_domain", [3, 2, 1])
+def test_a_new_process_takes_the_place_of_a_lost_rank(ranks, per_domain):
+    ranks(killed_for_now, 3, per_domain, dying=(VICTIM,))
     ranks(coming_back, 3)
 
 
-@pytest.mark.parametrize("is_replayed", [False, True], ids=["eager", "replayed"])
-def test_the_rest_goes_on_when_a_rank_is_killed(ranks, is_replayed):
-    ranks(lives_on, 3, is_replayed, dying=(VICTIM,))
+# No graph holds calls between domains.
+@pytest.mark.parametrize(
+    ("is_replayed", "per_domain"), [(False, 3), (True, 3), (False, 2), (False, 1)]
+)
+def test_the_rest_goes_on_when_a_rank_is_killed(ranks, is_replayed, per_domain):
+    ranks(lives_on, 3, is_replayed, per_domain, dying=(VICTIM,))

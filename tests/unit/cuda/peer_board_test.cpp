@@ -332,7 +332,7 @@ TEST(PeerBoardTest, KeepsMemoryThatAPeerStillUses) {
 TEST(PeerBoardTest, ANewcomerAndTheOthersMapEachOther) {
   for (const bool keeps_addresses : {false, true}) {
     run_threads(3, [&](Group& group) {
-      const Meeting who = {.ranks = {0, 1, 2}, .newcomers = 0b10};
+      const Meeting who = {.ranks = {0, 1, 2}, .newcomers = {1}};
       FakeSource source;
       source.keeps_addresses = keeps_addresses;
       std::optional<PeerRegions> regions;

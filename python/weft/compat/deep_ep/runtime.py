@@ -158,9 +158,7 @@ class ExchangePool:
 
     def can_lose(self, device: torch.device, with_masks: bool = True) -> bool:
         """Whether calls there go on without lost ranks."""
-        is_one_host = len(self.group.domains) == 1
-        may = device.type == "cpu" or (with_masks and is_one_host)
-        return self._on_loss is not None and may
+        return self._on_loss is not None and (with_masks or device.type == "cpu")
 
     def is_in_step(self, exchange: Exchange, plan: Plan | None = None) -> bool:
         """Whether a call on GPUs, by a plan if that is given, goes on without lost ranks and is

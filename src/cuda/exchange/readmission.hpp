@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// What members of an exchange on GPUs tell each other before they meet, so that new processes learn
+// it.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "cuda/transport/peer_regions.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft {
+
+inline constexpr uint64_t kUnknownCalls = ~uint64_t{0};
+
+// Trivially copyable. A newcomer has made no call.
+struct Facts {
+  uint64_t last_call = kUnknownCalls;
+  uint64_t stamp = 0;           // RankView's
+  uint64_t fused_replicas = 0;  // as CudaExchange has them
+  std::array<int64_t, 4> config = {};
+};
+
+// hidden, max_tokens, num_experts, max_topk
+[[nodiscard]] std::array<int64_t, 4> sizes_of(const ExchangeConfig& config);
+
+// Collective, among `who`: what those know that were there before. Throws Error (kPeerFailed) if
+// nobody is left of them, kInvalidArgument if their config is not this rank's.
+[[nodiscard]] Facts gather_facts(const Group& group, const Meeting& who, const Facts& own);
+
+}  // namespace weft
