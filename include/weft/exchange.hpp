@@ -73,7 +73,7 @@ enum class PeerLoss : uint8_t {
   // left throws a PeerError of code kRanksLost once all of these have come to it. The last
   // CallReport::void_calls calls of a rank are void then; the exchange goes on without the lost
   // ranks, captured graphs too, and plans from before are refused. Between domains buffers from
-  // before cost a copy more. Not with copy_engines.
+  // before cost a copy more.
   kShrink,
 };
 

@@ -106,7 +106,8 @@ class ExchangeBegin(ExchangeState):
         """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
         return (
             self._on_gpu
-            and self._settings["on_peer_loss"] == "fail"  # or there can be no room for them
+            # Another core has not lost the ranks that this one has.
+            and (self._has_copy_room or self._settings["on_peer_loss"] == "fail")
             and overlap_settings.copies(self.hidden, self.num_ranks)
             and self.num_ranks > 1
             and not self.is_between_gpu_domains

@@ -376,14 +376,6 @@ void validate_config(const ExchangeConfig& config, const Context& context) {
   check("timeout", config.timeout.count(), 1, kMaxTimeoutMs);
   check("num_sms", config.num_sms, 0, kMaxInt32);
   check("device.index", config.device.index, 0, kMaxInt32);
-  WEFT_CHECK(
-      context,
-      config.on_peer_loss == PeerLoss::kFail || config.device.kind == Device::Kind::kCpu ||
-          !config.copy_engines,
-      ErrorCode::kUnsupported,
-      "exchange: on_peer_loss = shrink with copy_engines on {}",
-      device_text(config.device)
-  );
 }
 
 void check_masked(std::span<const int> ranks, const Context& context) {

@@ -14,10 +14,12 @@
 namespace weft {
 
 void CpuExchange::settle(Op op, const Error& error) {
+  const bool may_be_loss =
+      error.code() == ErrorCode::kPeerFailed || error.code() == ErrorCode::kTimeout ||
+      error.code() == ErrorCode::kTransport || error.code() == ErrorCode::kNotAvailable;
   bool is_loss = false;
   try {
-    is_loss =
-        survival_ && may_be_loss(error.code()) && survival_->settle(op_name(op), error.code());
+    is_loss = survival_ && may_be_loss && survival_->settle(op_name(op), error.code());
   } catch (const Error&) {  // this rank is the one that was lost
     broken_ = std::current_exception();
     throw;

@@ -126,6 +126,9 @@ class HostsExchange final : public Executor {
   // --- for who makes another one when ranks are lost (surviving.hpp) ---
   // Any thread: nothing of this rank waits any more, and the running call throws. For good.
   void stop();
+  // A kernel has found a fault. All ranks had agreed on its call before, so that some rank cannot
+  // go on.
+  [[nodiscard]] bool has_thrown_fault() const { return node_->has_thrown_fault(); }
   // Rounds of this domain that calls have queued so far, those aside that have thrown.
   [[nodiscard]] uint64_t num_queued_rounds() const { return num_rounds_; }
   // As many of them as have ended well, one after the other, once all have ended; nothing: not yet.

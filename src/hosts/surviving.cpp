@@ -134,7 +134,12 @@ auto SurvivingHosts::run_call(Op op, const Call& call) {
   try {
     return call();
   } catch (const Error& error) {
-    check_harm(op, error.code(), before);
+    if (const std::optional<ErrorCode> harm = find_harm()) {
+      while (last_call_ > before) {  // of the two that dispatch_routed() makes
+        uncount_call();
+      }
+      end_by(op, error.code() == ErrorCode::kTimeout ? error.code() : *harm);
+    }
     count_call();  // it was refused
     throw;
   }
@@ -218,7 +223,6 @@ void SurvivingHosts::count_call() {
   }
 }
 
-// Of the two that dispatch_routed() makes: others have made both, or none.
 void SurvivingHosts::uncount_call() {
   --last_call_;
   rounds_after_.pop_back();
@@ -243,23 +247,35 @@ void SurvivingHosts::check() {
       throw;
     }
   }
-  check_harm(running_op_, ErrorCode::kPeerFailed, last_call_);
+  try {
+    now_->check();
+    WEFT_CHECK(
+        context_,
+        !now_->has_thrown_fault(),
+        ErrorCode::kPeerFailed,
+        "{}: the GPU's part of a call between domains has failed",
+        op_name(running_op_)
+    );
+  } catch (const Error& error) {
+    end_by(running_op_, error.code());
+  }
 }
 
-void SurvivingHosts::check_harm(Op op, ErrorCode cause, uint64_t last_call) {
+std::optional<ErrorCode> SurvivingHosts::find_harm() const {
   try {
     now_->check();
   } catch (const Error& error) {
-    while (last_call_ > last_call) {
-      uncount_call();
-    }
-    // The GPU's part of a call may have felt it first.
-    if (may_be_loss(cause) || may_be_loss(error.code()) || cause == ErrorCode::kInternal) {
-      look_for_losses(op, cause == ErrorCode::kTimeout ? cause : error.code());
-    }
-    set_broken();
-    throw;
+    return error.code();
   }
+  return now_->has_thrown_fault() ? std::optional(ErrorCode::kPeerFailed) : std::nullopt;
+}
+
+void SurvivingHosts::end_by(Op op, ErrorCode cause) {
+  if (cause != ErrorCode::kInterrupted) {
+    look_for_losses(op, cause);
+  }
+  set_broken();
+  throw;
 }
 
 HostsExchange& SurvivingHosts::now() const {
@@ -275,7 +291,7 @@ HostsExchange& SurvivingHosts::now() const {
 // --- losses ---
 
 std::optional<LossWatch::Calls> SurvivingHosts::ended_calls() const {
-  const std::optional<uint64_t> whole = now_->num_whole_rounds();
+  const auto whole = now_ ? now_->num_whole_rounds() : std::nullopt;
   if (!whole) {
     return std::nullopt;
   }

@@ -76,9 +76,11 @@ class SurvivingHosts final : public Executor {
   void check_plan(Op op, const Plan& plan, const CallOptions& call);
   void count_call();
   void uncount_call();
-  // After a call failed by `cause`: throws what check() does, unless the call was refused and has
-  // harmed nothing. `last_call`: before it.
-  void check_harm(Op op, ErrorCode cause, uint64_t last_call);
+  // Why `now_` cannot be used any more; nothing: it can.
+  [[nodiscard]] std::optional<ErrorCode> find_harm() const;
+  // For that reason: throws Error (kRanksLost), or the exception being handled and again at every
+  // further call.
+  [[noreturn]] void end_by(Op op, ErrorCode cause);
   // Where the watch has news, or a call has failed: as CudaExchange::look_for_losses().
   void look_for_losses(Op op, ErrorCode cause);
   [[noreturn]] void raise_losses(Op op, const LossWatch::Agreement& agreed);

@@ -22,12 +22,6 @@
 
 namespace weft {
 
-// An error of a call by which the loss of a rank may have been felt.
-[[nodiscard]] inline bool may_be_loss(ErrorCode code) {
-  return code == ErrorCode::kPeerFailed || code == ErrorCode::kTimeout ||
-         code == ErrorCode::kTransport || code == ErrorCode::kNotAvailable;
-}
-
 class Survival {
  public:
   // Collective. Throws the same Error on every rank if ranks of several domains cannot connect. A

@@ -124,11 +124,14 @@ class Ranks:
         for _, pipe in workers:
             pipe.send_bytes(pickle.dumps(call))
         answers = self._collect(workers, seconds)
+        killed = ("error", f"the process ended with {-signal.SIGKILL}")
         for rank in dying:
-            assert answers[rank] == ("error", f"the process ended with {-signal.SIGKILL}")
-            answers[rank] = ("result", None)
-            self._workers[rank] = self._worker(rank)
-            self._joined = (0, "")
+            if answers[rank] == killed:
+                answers[rank] = ("result", None)
+                self._workers[rank] = self._worker(rank)
+                self._joined = (0, "")
+            elif answers[rank][0] == "result":
+                answers[rank] = ("error", "it was to be killed, and has returned")
         faults = [f"rank {r}: {text}" for r, (kind, text) in enumerate(answers) if kind == "error"]
         if faults:
             self.stop()  # the group may be out of step

@@ -28,6 +28,7 @@ struct GpuDeaths {
   bool is_replayed = false;  // the calls are those of a captured graph
   int num_returns = 0;       // so many deaths, and a new process after each; 0: nobody comes back
   const char* transport = "ipc";  // by which they map each other's memory
+  bool copy_engines = false;      // they carry the rows of calls that are not replayed
   // The domain of each rank; empty: one. Several have no replicas, and no graphs.
   std::vector<int> domain_of = {};
 };

@@ -49,6 +49,7 @@ ExchangeSetup setup_of(const GpuDeaths& deaths) {
   setup.num_ranks = deaths.num_ranks;
   setup.num_gpus = deaths.num_gpus;
   setup.domain_of = deaths.domain_of;
+  setup.copy_engines = deaths.copy_engines;
   setup.transport = "ofi";  // between domains
   setup.num_experts = 2 * deaths.num_ranks;
   setup.hidden = 64;

@@ -86,7 +86,7 @@ __device__ inline void finish_pack(
   }
   __syncthreads();
   const int peer = static_cast<int>(threadIdx.x);
-  if (is_last && peer < me.num_ranks) {
+  if (is_last && peer < me.num_ranks && !is_lost(me, peer)) {
     post_word(me, setup.epoch, setup.own(), peer);
     const auto slot = me.map.signals().copying(static_cast<uint32_t>(me.rank));
     ptx::store_relaxed_sys(signal_of(me, peer, slot), copied.number);

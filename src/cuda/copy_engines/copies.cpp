@@ -44,15 +44,18 @@ void CudaExchange::queue_copies(
   const std::byte* from = copied.packed;
   for (int step = 1; step < view_.num_ranks; ++step) {
     const auto peer = static_cast<size_t>((view_.rank + step) % view_.num_ranks);
+    const bool is_lost = (lost_ >> peer & 1U) != 0;
     const int64_t count = arrivals.empty() ? most_arrivals : arrivals[peer];
     const auto bytes = static_cast<size_t>(copied.rows.num_bytes(count));
     std::byte* control = view_.control[peer];
-    if (bytes > 0) {
+    if (bytes > 0 && !is_lost) {
       WEFT_CUDA(
           context_, cudaMemcpyAsync(control + place, from, bytes, cudaMemcpyDeviceToDevice, stream)
       );
     }
-    write_word(stream, reinterpret_cast<uint32_t*>(control) + signal, copied.number, context_);
+    if (!is_lost) {
+      write_word(stream, reinterpret_cast<uint32_t*>(control) + signal, copied.number, context_);
+    }
     from += control_map_.copied_stride;
   }
 }

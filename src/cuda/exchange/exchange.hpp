@@ -129,6 +129,8 @@ class CudaExchange final : public Executor {
     const LossWatch::Wait wait(losses_.get());
     wait_for_stream(stream, context_, [&] { look_for_interrupts(stream); });
   }
+  // check() has thrown what a kernel found, at some time.
+  [[nodiscard]] bool has_thrown_fault() const { return has_thrown_fault_; }
   // This rank's caller wants to stop: the kernels end, and the peers hear why.
   void interrupt();
   // Any thread: no kernel of this rank waits any more, until go_on_without().
@@ -362,6 +364,7 @@ class CudaExchange final : public Executor {
   int num_senders_ = 0;        // see set_num_senders()
   int num_gpu_sms_ = 0;        // that calls may occupy
   std::exception_ptr broken_;  // why the exchange can no longer be used
+  bool has_thrown_fault_ = false;
   ExchangeStats counters_;
   uint32_t lost_ = 0;                  // ranks that take no part any more, a bit each
   Balancing balance_;                  // as given to the last plan

@@ -194,6 +194,7 @@ void CudaExchange::throw_fault() {
     *own_->fault.get() = {};
     raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, view_));
   }
+  has_thrown_fault_ = true;
   const int peer = record.peer;
   RankView named = view_;
   if (!rank_names_.empty()) {

@@ -81,6 +81,7 @@ void CudaExchange::go_on_without(uint32_t lost, uint64_t last_call) {
     *own_->fault.get() = {};
   }
   set_local(own_->local.get(), fresh);
+  num_copies_ = fresh.epoch;  // no rank has made so many
   lost_ = lost;
   open_.reset();
   unplaced_.reset();

@@ -41,15 +41,17 @@ Facts gather_facts(const Group& group, const Meeting& who, const Facts& own) {
   WEFT_CHECK_ARG(
       context,
       known.config == own.config,
-      "rejoin: hidden, max_tokens, num_experts, max_topk = {} (those of the others: {})",
+      "rejoin: hidden, max_tokens, num_experts, max_topk, copy_engines = {} (those of the others: "
+      "{})",
       fmt::join(own.config, ", "),
       fmt::join(known.config, ", ")
   );
   return known;
 }
 
-std::array<int64_t, 4> sizes_of(const ExchangeConfig& config) {
-  return {config.hidden, config.max_tokens, config.num_experts, config.max_topk};
+std::array<int64_t, 5> sizes_of(const ExchangeConfig& config) {
+  return {
+      config.hidden, config.max_tokens, config.num_experts, config.max_topk, config.copy_engines};
 }
 
 namespace {

@@ -18,11 +18,11 @@ struct Facts {
   uint64_t last_call = kUnknownCalls;
   uint64_t stamp = 0;           // RankView's
   uint64_t fused_replicas = 0;  // as CudaExchange has them
-  std::array<int64_t, 4> config = {};
+  std::array<int64_t, 5> config = {};
 };
 
-// hidden, max_tokens, num_experts, max_topk
-[[nodiscard]] std::array<int64_t, 4> sizes_of(const ExchangeConfig& config);
+// hidden, max_tokens, num_experts, max_topk, copy_engines
+[[nodiscard]] std::array<int64_t, 5> sizes_of(const ExchangeConfig& config);
 
 // Collective, among `who`: what those know that were there before. Throws Error (kPeerFailed) if
 // nobody is left of them, kInvalidArgument if their config is not this rank's.

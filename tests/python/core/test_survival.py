@@ -263,9 +263,6 @@ def refusing(rank, num_ranks, group):
         weft.Exchange(group, **settings, on_peer_loss="shrink", on_loss=3)
     with pytest.raises(weft.InvalidArgument, match="on_peer_loss"):
         weft.Exchange(group, **settings, on_peer_loss="shrink" if rank == 0 else "fail")
-    gpu = {"on_peer_loss": "shrink", "device": "cuda:0", "copy_engines": True}
-    with pytest.raises(weft.Unsupported, match="shrink with copy_engines on cuda 0"):
-        weft.Exchange(group, **settings, **gpu)
     with pytest.raises(weft.InvalidArgument):  # wrong on one rank
         weft.Exchange(group, **settings, on_loss=print if rank == 0 else "print")
 
