@@ -25,9 +25,7 @@ class Fleet:
 
     Ranks grow and shrink by `update_topology`, up to FleetAlgoKnobTopologyCapacity. With
     FleetAlgoKnobFaultTolerance others can be masked; a rank that is lost is masked on all others,
-    by the call that loses it on CPUs, and as calls and queries hear of it on GPUs of one host.
-    Elsewhere a call with a rank that does not come raises after timeout_ms, and is made again
-    without it once all others have masked it.
+    by the call that loses it on CPUs, and as calls and queries hear of it on GPUs.
     """
 
     handle_class: type  # `FleetHandle` with FlashInfer's `Handle`

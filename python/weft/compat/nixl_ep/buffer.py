@@ -101,8 +101,8 @@ class Buffer(DeepEPBuffer):
 
     In low-latency mode calls go on without ranks that die, leave or let the deadline pass: they
     are lost, which masks them on all others alike: with CPU tensors when the call returns, with
-    CUDA tensors on one host, as `weft.compat.deep_ep.low_latency.LowLatencyMode` explains. Who is
-    lost comes back by `connect_ranks`. Elsewhere their end makes the others raise.
+    CUDA tensors as `weft.compat.deep_ep.low_latency.LowLatencyMode` explains. Who is lost comes
+    back by `connect_ranks`. In normal mode their end makes the others raise.
     """
 
     _HANDLE = NixlHandle
