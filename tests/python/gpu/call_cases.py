@@ -361,7 +361,7 @@ def domains_of(per_domain, num_ranks):
     os.environ["WEFT_RANKS_PER_DOMAIN"] = str(per_domain)
     try:
         other = dist.new_group(list(range(num_ranks)))
-        assert len(weft.Group.of(other).domains) == -(-num_ranks // per_domain)
+        assert len(weft.Group.of(other).domains) == num_ranks // per_domain
         yield other
     finally:
         del os.environ["WEFT_RANKS_PER_DOMAIN"]
