@@ -109,12 +109,17 @@ Ballots::News Ballots::hear(int rank, const Agreed& agreed) {
     take(agreed);
     return {};
   }
+  const bool counts_instead = next.epoch == agreed_.members.epoch &&
+                              old_ones(next).size() < old_ones(agreed_.members).size();
   const bool is_new_here = was_in && !is_among(before_);
-  if (is_new_here && next.epoch == agreed_.members.epoch &&
-      old_ones(next).size() < old_ones(agreed_.members).size()) {
+  if (is_new_here && counts_instead) {
     is_out_ = true;
     ++agreed_.members.epoch;
     std::erase(agreed_.members.ranks, rank_);
+    return {};
+  }
+  if (!was_in && counts_instead) {
+    agreed_ = agreed;
     return {};
   }
   if (!is_later || (was_in && leaves_out(rank))) {
