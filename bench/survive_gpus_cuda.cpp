@@ -170,7 +170,7 @@ Json cost_row(
 
 // Exchanges of both kinds are made so often, each kind first in turn: where memory of the host
 // happens to lie counts for more than what is measured.
-constexpr int kMakings = 4;
+constexpr int kMakings = 12;
 
 // Of a thread for each rank, between two barriers: calls between domains wait on the host.
 Json measure_between_domains(const CostCase& shape, int64_t hidden, int num_samples) {

@@ -128,7 +128,7 @@ auto SurvivingHosts::run_call(Op op, const Call& call) {
   running_op_ = op;
   check();
   if (losses_->has_left()) {
-    look_for_losses(op, ErrorCode::kPeerFailed);
+    go_on_without_ended(op);
   }
   const uint64_t before = last_call_;
   try {
@@ -234,18 +234,7 @@ void SurvivingHosts::check() {
   }
   losses_->follow_caller();
   if (losses_->has_news()) {
-    look_for_losses(running_op_, ErrorCode::kPeerFailed);
-    try {
-      WEFT_RAISE(
-          context_,
-          ErrorCode::kPeerFailed,
-          "{}: a rank has ended, and the others do not agree that it has",
-          op_name(running_op_)
-      );
-    } catch (const Error&) {
-      set_broken();
-      throw;
-    }
+    go_on_without_ended(running_op_);
   }
   try {
     now_->check();
@@ -258,6 +247,21 @@ void SurvivingHosts::check() {
     );
   } catch (const Error& error) {
     end_by(running_op_, error.code());
+  }
+}
+
+void SurvivingHosts::go_on_without_ended(Op op) {
+  look_for_losses(op, ErrorCode::kPeerFailed);
+  try {
+    WEFT_RAISE(
+        context_,
+        ErrorCode::kPeerFailed,
+        "{}: a rank has ended, and the others do not agree that it has",
+        op_name(op)
+    );
+  } catch (const Error&) {
+    set_broken();
+    throw;
   }
 }
 

@@ -81,7 +81,10 @@ class SurvivingHosts final : public Executor {
   // For that reason: throws Error (kRanksLost), or the exception being handled and again at every
   // further call.
   [[noreturn]] void end_by(Op op, ErrorCode cause);
-  // Where the watch has news, or a call has failed: as CudaExchange::look_for_losses().
+  // The watch has seen a rank end: throws Error (kRanksLost), or PeerError if nothing can be done.
+  [[noreturn]] void go_on_without_ended(Op op);
+  // Where the watch has news, or a call has failed: as CudaExchange::look_for_losses(). If it
+  // returns, this exchange cannot be used any more.
   void look_for_losses(Op op, ErrorCode cause);
   [[noreturn]] void raise_losses(Op op, const LossWatch::Agreement& agreed);
   // Calls go on after this one.
