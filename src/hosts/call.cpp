@@ -22,9 +22,14 @@ void HostsExchange::check_stopped() const {
   );
 }
 
+// First the mark: a call whose kernels have been cut short shall not return.
 void HostsExchange::stop() {
+  is_stopped_.store(true);
   node_->stop();
-  is_stopped_.store(true, std::memory_order_relaxed);
+}
+
+void HostsExchange::set_failed() {
+  std::atomic_ref(*has_failed_.get()).store(1, std::memory_order_release);
 }
 
 std::optional<uint64_t> HostsExchange::num_whole_rounds() const {
@@ -113,6 +118,7 @@ void HostsExchange::start_transfer(Op op, Transfer transfer) {
   };
   const auto give_up = [this, one, before = num_rounds_] {
     num_whole_ = std::min(num_whole_.load(), before);
+    set_failed();  // before the GPU goes on
     for (size_t i = 0; i < one->receives.size(); ++i) {
       const int64_t count = one->format.num_chunks(one->receives[i].count);
       message_counts_->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(count));
@@ -188,6 +194,7 @@ void HostsCall::follow_copies() const {
   const cudaEvent_t event = owner_.copy_event_.get();
   WEFT_CUDA(network_.context(), cudaEventRecord(event, owner_.copies_.get()));
   WEFT_CUDA(network_.context(), cudaStreamWaitEvent(stream_, event));
+  launch_stop({.has_failed = owner_.has_failed_.get(), .local = node().local_state()}, stream_);
 }
 
 MessageSend HostsCall::pack(
@@ -196,6 +203,7 @@ MessageSend HostsCall::pack(
   launch.messages = owner_.messages_.data + area.offset;
   launch.done = owner_.done_->get() + area.first;
   launch.number = ++owner_.number_;
+  launch.stopped = &node().local_state()->stopped;
   launch_pack(launch, owner_.copies_.get());
   return {
       .to = static_cast<int>(to),

@@ -36,7 +36,8 @@ class HostsCall {
   // Before the first copy: copies come behind the caller's stream, and behind the last call that
   // used the memory.
   void let_copies_begin() const;
-  // Work in the copy stream goes on behind what is in the caller's, and the other way round.
+  // Work in the copy stream goes on behind what is in the caller's, and the other way round; rounds
+  // that come behind copies do not run if these have brought nothing.
   void let_copies_follow() const;
   void follow_copies() const;
 

@@ -102,6 +102,7 @@ HostsExchange::HostsExchange(
   max_receives_ = std::max(network_->domains().forwarded().size(), domains.size());
   first_round_ = node_->ended_calls().value().last;
   arrived_.create(kMaxTransfers * max_receives_, context());
+  has_failed_.create(1, context());
   message_counts_.emplace(std::span(arrived_.get(), kMaxTransfers * max_receives_));
   thread_ = std::make_unique<TransferThread>(HostMap::here().cores_near(gpu));
   // Enough for 16-bit rows with weights and small scale rows, and for most plans.
@@ -145,7 +146,7 @@ HostsExchange::~HostsExchange() {
 void HostsExchange::check() {
   network_->check();
   check_stopped();
-  if (!thread_->is_running()) {
+  if (!thread_->is_running() || has_failed()) {
     settle();
   }
   node_->check();

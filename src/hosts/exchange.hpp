@@ -158,6 +158,11 @@ class HostsExchange final : public Executor {
   [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const {
     return call.stream == nullptr ? own_stream_.get() : static_cast<cudaStream_t>(call.stream);
   }
+  // A transfer has failed: what it has not brought is there for nobody.
+  void set_failed();
+  [[nodiscard]] bool has_failed() const {
+    return std::atomic_ref(*has_failed_.get()).load(std::memory_order_acquire) != 0;
+  }
   // Throws PeerError after stop().
   void check_stopped() const;
   // Throws Error (kUnsupported) inside a capture. Waits until earlier calls need no copies.
@@ -237,6 +242,7 @@ class HostsExchange final : public Executor {
   uint64_t num_rounds_ = 0;
   std::vector<double> earlier_waits_;               // [num_ranks], or empty
   std::atomic<uint64_t> num_whole_ = ~uint64_t{0};  // before a call whose transfer has failed
+  PinnedBuffer<uint32_t> has_failed_;               // a transfer; the GPU reads it, too
   std::unique_ptr<TransferThread> thread_;          // last: its job uses the others
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The GPU kernels for inter-node tokens: one packs rows into messages for the network, one adds up
-// the partial sums that other domains send back, one tells what is known of rows. Before:
+// the partial sums that other domains send back, one tells what is known of rows, and one ends what
+// has nothing to work on. Before:
 // hosts/dispatch.cpp and hosts/combine.cpp, which launch them; after: hosts/message_transfer.cpp,
 // which sends the messages, and for sums the caller.
 #include <algorithm>
@@ -60,8 +61,11 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
     }
     __syncthreads();
     if (call.done != nullptr && threadIdx.x == 0) {
-      ptx::fence_sys();
-      ptx::store_relaxed_sys(call.done + c, call.number);
+      const auto* stopped = reinterpret_cast<const volatile StopState*>(call.stopped);
+      if (stopped == nullptr || *stopped == StopState::kRunning) {
+        ptx::fence_sys();
+        ptx::store_relaxed_sys(call.done + c, call.number);
+      }
     }
   }
 }
@@ -170,6 +174,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// As wait.cuh does for a fault of the call that comes next; the host is told by who has failed.
+__global__ void stop_kernel(const __grid_constant__ StopLaunch call) {
+  if (ptx::load_acquire_sys(call.has_failed) != 0 && call.local->stopped != StopState::kBroken) {
+    call.local->broken_epoch = call.local->epoch + 1;
+    __threadfence();
+    atomicMax(
+        reinterpret_cast<uint32_t*>(&call.local->stopped), static_cast<uint32_t>(StopState::kBroken)
+    );
+  }
+}
+
 Kernel<SumPartsLaunch> sum_kernel_of(DType dtype, Wire wire) {
   if (wire == Wire::kFp8) {
     return {sum_parts_kernel<BFloat16, Wire::kFp8>, kThreads};
@@ -210,8 +225,13 @@ void launch_tell_rows(const TellRowsLaunch& call, cudaStream_t stream) {
   }
 }
 
+void launch_stop(const StopLaunch& call, cudaStream_t stream) {
+  launch(Kernel<StopLaunch>{stop_kernel, 1}, 1, call, stream);
+}
+
 void prepare_message_rows() {
   load(pack_kernel);
+  load(stop_kernel);
   load(tell_rows_kernel);
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     prepare(sum_kernel_of(dtype, Wire::kNone));

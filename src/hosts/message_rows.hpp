@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "cuda/layout/control.hpp"
 #include "hosts/message_format.hpp"
 #include "weft/calls.hpp"
 #include "weft/tensor.hpp"
@@ -32,6 +33,8 @@ struct PackLaunch {
   std::byte* messages = nullptr;  // chunk c at c * format.stride()
   uint32_t* done = nullptr;  // [num chunks] gets `number` when a chunk is there; null: nobody asks
   uint32_t number = 0;
+  // Of the kernels that have made the rows: what they have not ended is nobody's. Null: none have.
+  const StopState* stopped = nullptr;
 };
 
 void launch_pack(const PackLaunch& call, cudaStream_t stream);
@@ -73,6 +76,15 @@ struct TellRowsLaunch {
 };
 
 void launch_tell_rows(const TellRowsLaunch& call, cudaStream_t stream);
+
+// The kernels behind it in the stream end at once, and say so to their peers, if what they are
+// about to read has not come.
+struct StopLaunch {
+  const uint32_t* has_failed = nullptr;  // memory of the host; 0: all has come
+  LocalState* local = nullptr;           // of these kernels
+};
+
+void launch_stop(const StopLaunch& call, cudaStream_t stream);
 
 // Once per device.
 void prepare_message_rows();

@@ -129,6 +129,8 @@ class CudaExchange final : public Executor {
     const LossWatch::Wait wait(losses_.get());
     wait_for_stream(stream, context_, [&] { look_for_interrupts(stream); });
   }
+  // What its kernels know of each other, in this GPU's memory.
+  [[nodiscard]] LocalState* local_state() const { return own_->local.get(); }
   // check() has thrown what a kernel found, at some time.
   [[nodiscard]] bool has_thrown_fault() const { return has_thrown_fault_; }
   // This rank's caller wants to stop: the kernels end, and the peers hear why.
