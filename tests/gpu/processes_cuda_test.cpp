@@ -299,6 +299,42 @@ TEST_F(GpuProcessesTest, HearThatARankOfAnotherDomainDied) {
   expect_end_is_heard(SIGKILL, {0, 1});
 }
 
+// At any moment, of either domain: what the others' calls return is right.
+TEST_F(GpuProcessesTest, TakeNothingForGoodThatADeathHasCutShort) {
+  ExchangeSetup setup = gpu_setup(3, num_gpus_);
+  setup.domain_of = {0, 0, 1};
+  setup.transport = "shm";
+  setup.timeout = 3s;
+  Case spec;
+  spec.num_tokens = {20, 30, 25};
+  spec.topk = 4;
+  const CaseData data = make_case_data(setup, spec);
+  for (int i = 0; i < 9; ++i) {
+    const int victim = i % 3;
+    const std::chrono::milliseconds delay(1 + 7 * i);
+    const auto statuses = run_forked(3, [&](const Group& group) {
+      Exchange exchange = make_exchange(group, setup);
+      if (group.rank() == victim) {
+        std::thread([delay] {
+          std::this_thread::sleep_for(delay);
+          static_cast<void>(::raise(SIGKILL));
+        }).detach();
+      }
+      std::string difference;
+      const auto thrown = thrown_by([&] {
+        while (difference.empty()) {
+          difference = run_cases(exchange, {&data, 1});
+        }
+      });
+      static_cast<void>(std::fputs(difference.c_str(), stderr));
+      return thrown ? 0 : 1;
+    });
+    std::vector<int> expected = {0, 0, 0};
+    expected[static_cast<size_t>(victim)] = 128 + SIGKILL;
+    EXPECT_EQ(statuses, expected) << "victim " << victim << " after " << delay.count() << " ms";
+  }
+}
+
 TEST_F(GpuProcessesTest, HearThatARankIsStopped) {
   expect_end_is_heard(SIGSTOP, {});
 }
