@@ -25,7 +25,7 @@
 // last call that the others make again without it, since its arrival has not come to them. Only one more
 // round in each call would prevent that.
 //
-// Left out: ranks that join again (Wish::kBack); time, so that nobody waits before it gives up a rank,
+// Left out: ranks that join again (Wish::kBack), which tests/unit/survive/world.hpp has; time, so that nobody waits before it gives up a rank,
 // and no deadline ends anything; beats and mail; what is exchanged in an attempt (cpu.pml). That a rank
 // which has new members votes no more for an end of the old epoch is no mutation: whoever hears such a
 // vote has heard of the members before, on the same connection, and has taken them, or needs no vote of
