@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from call_cases import domains_of
 
 import weft
-from call_cases import domains_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -40,10 +40,11 @@ class LowLatencyMode:
     """The part of `Buffer` whose number of rows is fixed. It needs low_latency_mode=True.
 
     With enable_shrink on GPUs calls during which a rank is lost return on all others, and some
-    after them: with counts of 0 and sums of 0, or what is left of a call that was cut short. Then, from the same call on all of them, calls are those of the ranks that are left
-    (steps.py), also in graphs that were captured before. A query of the mask hears of losses, too,
-    for which it waits for the other ranks' next calls or queries; between replays of graphs it
-    waits for the current stream.
+    after them: with counts of 0 and sums of 0, or what is left of a call that was cut short. Then,
+    from the same call on all of them, calls are those of the ranks that are left (steps.py), also
+    in graphs that were captured before. A query of the mask hears of losses, too, for which it
+    waits for the other ranks' next calls or queries; between replays of graphs it waits for the
+    current stream.
     """
 
     rank: int
