@@ -194,7 +194,9 @@ void HostsCall::follow_copies() const {
   const cudaEvent_t event = owner_.copy_event_.get();
   WEFT_CUDA(network_.context(), cudaEventRecord(event, owner_.copies_.get()));
   WEFT_CUDA(network_.context(), cudaStreamWaitEvent(stream_, event));
-  launch_stop({.has_failed = owner_.has_failed_.get(), .local = node().local_state()}, stream_);
+  if (has_receives_) {
+    launch_stop({.has_failed = owner_.has_failed_.get(), .local = node().local_state()}, stream_);
+  }
 }
 
 MessageSend HostsCall::pack(
@@ -246,6 +248,7 @@ size_t HostsCall::start(Transfer transfer) {
     transfer.before.push_back(owner_.message_counts_->expect(place, count));
   }
   before_.push_back(transfer.before);
+  has_receives_ = has_receives_ || !transfer.receives.empty();
   owner_.start_transfer(op_, std::move(transfer));
   return before_.size() - 1;
 }

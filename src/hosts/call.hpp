@@ -90,6 +90,7 @@ class HostsCall {
   HostsExchange& owner_;
   Op op_;
   std::vector<std::vector<uint32_t>> before_;  // [transfer][receive] messages of earlier calls
+  bool has_receives_ = false;
 
  protected:
   Network& network_;
