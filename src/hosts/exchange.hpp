@@ -208,6 +208,8 @@ class HostsExchange final : public Executor {
   // is the GPU's, what the network writes (pinned memory for that is the network's own).
   WireMemory messages_;
   WireMemory direct_staging_;
+  // A transfer: kernels in the caller's stream read it, whose end `node_` waits for when it ends.
+  PinnedBuffer<uint32_t> has_failed_;
   std::unique_ptr<Network> network_;
   std::unique_ptr<CudaExchange> node_;
   GpuStream own_stream_;
@@ -242,7 +244,6 @@ class HostsExchange final : public Executor {
   uint64_t num_rounds_ = 0;
   std::vector<double> earlier_waits_;               // [num_ranks], or empty
   std::atomic<uint64_t> num_whole_ = ~uint64_t{0};  // before a call whose transfer has failed
-  PinnedBuffer<uint32_t> has_failed_;               // a transfer; the GPU reads it, too
   std::unique_ptr<TransferThread> thread_;          // last: its job uses the others
 };
 
