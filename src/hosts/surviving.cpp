@@ -2,11 +2,9 @@
 #include "hosts/surviving.hpp"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "call/validate.hpp"
-#include "core/clock.hpp"
 #include "cuda/exchange/readmission.hpp"
 #include "group/control_plane.hpp"
 #include "group/invitation.hpp"
@@ -26,6 +24,17 @@ ExchangeConfig config_among_members(const ExchangeConfig& wanted, std::string_vi
   config.on_loss = {};
   config.transport = network;
   return config;
+}
+
+// `ranks` ascend.
+std::vector<int> others_than(const std::vector<int>& ranks, int num_ranks) {
+  std::vector<int> others;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    if (!std::ranges::binary_search(ranks, rank)) {
+      others.push_back(rank);
+    }
+  }
+  return others;
 }
 
 // Waits are counted on.
@@ -75,7 +84,7 @@ SurvivingHosts::SurvivingHosts(
   const CudaDeviceGuard guard(settings_.device.index);
   WEFT_CUDA(context_, cudaFree(nullptr));  // what CUDA does at first nobody else has to wait for
   losses_ = std::make_unique<LossWatch>(group, context_, settings_.timeout, kernels());
-  losses_->meet([this](const Group& members, const Meeting& who) { connect(members, who); });
+  losses_->meet(kernels().connect);
   last_call_ = *met_call_ + 1;
   losses_->resume();
 }
@@ -108,14 +117,11 @@ void SurvivingHosts::connect(const Group& group, const Meeting& who) {
        .config = sizes_of(settings_)}
   );
   met_call_ = facts.last_call;
-  std::vector<int> lost;
-  for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    if (!who.has(rank)) {
-      lost.push_back(rank);
-    }
-  }
   now_ = std::make_unique<HostsExchange>(
-      group, config_among_members(settings_, network_name_), domains_, lost
+      group,
+      config_among_members(settings_, network_name_),
+      domains_,
+      others_than(who.ranks, context_.num_ranks)
   );
   now_->count_waits_from(before_.wait_seconds);
 }
@@ -312,21 +318,12 @@ LossWatch::Calls SurvivingHosts::stopped_calls() {
 }
 
 LossWatch::Calls SurvivingHosts::awaited_calls() const {
-  const auto at_most = 2 * settings_.timeout;
-  const Deadline deadline(at_most);
-  for (;;) {
-    if (const auto calls = ended_calls()) {
-      return *calls;
-    }
-    WEFT_CHECK(
-        context_,
-        !deadline.has_passed(),
-        ErrorCode::kTimeout,
-        "survive: what was queued before the last call has not ended within {}",
-        seconds_text(at_most)
-    );
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
+  std::optional<LossWatch::Calls> calls;
+  await_stopped(context_, settings_.timeout, [&] {
+    calls = ended_calls();
+    return calls.has_value();
+  });
+  return *calls;
 }
 
 void SurvivingHosts::look_for_losses(Op op, ErrorCode cause) {
@@ -373,14 +370,9 @@ CallReport SurvivingHosts::report() const {
   CallReport report = losses_->report();
   report.void_calls = void_calls_;
   report.calls_behind = calls_behind_;
-  std::vector<int> lost;
-  for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    if (!std::ranges::binary_search(report.alive, rank)) {
-      lost.push_back(rank);
-    }
-  }
   const PhysicalExperts shape = {context_.num_ranks, settings_.num_experts, 0};
-  report.lost_experts = experts_without_copy(shape, {}, lost);
+  report.lost_experts =
+      experts_without_copy(shape, {}, others_than(report.alive, context_.num_ranks));
   return report;
 }
 
@@ -415,9 +407,7 @@ void SurvivingHosts::readmit(std::span<const int> ranks) {
     void_calls_ = calls_behind_ = 0;
     agreed = losses_->assemble("readmit", own);
     if (!agreed) {
-      missing = losses_->readmit(ranks, [this](const Group& members, const Meeting& who) {
-        connect(members, who);
-      });
+      missing = losses_->readmit(ranks, kernels().connect);
     }
   } catch (const Error&) {
     set_broken();

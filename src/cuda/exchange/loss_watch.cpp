@@ -361,4 +361,23 @@ void LossWatch::resume() {
   has_news_.store(false, std::memory_order_release);
 }
 
+void await_stopped(
+    const Context& context,
+    std::chrono::milliseconds timeout,
+    const std::function<bool()>& have_ended
+) {
+  const auto at_most = 2 * timeout;
+  const Deadline deadline(at_most);
+  while (!have_ended()) {
+    WEFT_CHECK(
+        context,
+        !deadline.has_passed(),
+        ErrorCode::kTimeout,
+        "survive: what was queued before the last call has not ended within {}",
+        seconds_text(at_most)
+    );
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
 }  // namespace weft

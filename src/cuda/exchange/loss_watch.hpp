@@ -164,4 +164,12 @@ class LossWatch {
   std::thread thread_;
 };
 
+// Until kernels that were stopped have ended. Throws TimeoutError after twice the deadline of a
+// wait.
+void await_stopped(
+    const Context& context,
+    std::chrono::milliseconds timeout,
+    const std::function<bool()>& have_ended
+);
+
 }  // namespace weft

@@ -1,15 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // CudaExchange among fewer and fewer ranks.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstddef>
-#include <thread>
 
 #include "call/validate.hpp"
-#include "core/clock.hpp"
 #include "cuda/exchange/exchange.hpp"
-#include "group/control_plane.hpp"
 #include "plan/balance/balance.hpp"
 
 namespace weft {
@@ -89,18 +84,9 @@ void CudaExchange::go_on_without(uint32_t lost, uint64_t last_call) {
 }
 
 void CudaExchange::await_last_call() const {
-  const auto at_most = 2 * settings_.timeout;
-  const Deadline deadline(at_most);
-  while (cudaEventQuery(own_->last_call.get()) == cudaErrorNotReady) {
-    WEFT_CHECK(
-        context_,
-        !deadline.has_passed(),
-        ErrorCode::kTimeout,
-        "survive: what was queued before the last call has not ended within {}",
-        seconds_text(at_most)
-    );
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
+  await_stopped(context_, settings_.timeout, [this] {
+    return cudaEventQuery(own_->last_call.get()) != cudaErrorNotReady;
+  });
   static_cast<void>(cudaGetLastError());  // it is no error of the next launch
 }
 
