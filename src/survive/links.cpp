@@ -44,6 +44,15 @@ Socket connect_to_card(
   return connect_to(resolve(address, port, context).front(), deadline);
 }
 
+// An empty one is of nobody.
+bool is_known(const Links::Card& card) {
+  return card.port != 0;
+}
+
+bool is_same(const Links::Card& one, const Links::Card& other) {
+  return one.port == other.port && one.address == other.address;
+}
+
 }  // namespace
 
 Links::Links(const Group& group, std::chrono::milliseconds timeout)
@@ -87,10 +96,10 @@ void Links::connect_all(
     link.card = block_value<Card>(cards[at], at, context_);
     link.is_awaited = rank != context_.rank;
     if (rank < context_.rank) {
-      link.socket = connect(link.card, deadline);
+      link.line.socket = connect(link.card, deadline);
       WEFT_CHECK(
           context_.without(rank),
-          link.socket.is_open(),
+          link.line.socket.is_open(),
           ErrorCode::kNotAvailable,
           "survive: rank {} cannot be reached at {} ({})",
           rank,
@@ -162,8 +171,11 @@ void Links::join(
   }
   for (const int rank : ranks) {
     const auto at = static_cast<size_t>(rank);
-    links_[at].socket = connect(cards[at], deadline);
-    watch(links_[at]);
+    Link& link = links_[at];
+    link.line.socket = connect(cards[at], deadline);
+    link.is_awaited = !link.line.socket.is_open();
+    link.connects = true;
+    watch(link);
   }
 }
 
@@ -216,24 +228,36 @@ std::vector<Links::Card> Links::cards() const {
   return cards;
 }
 
-void Links::take(int rank, uint64_t life, const Card& card, bool connects) {
+void Links::take(int rank, uint64_t life, bool connects) {
   Link& link = links_[static_cast<size_t>(rank)];
   Link& next = next_[static_cast<size_t>(rank)];
-  if (next.life == life && next.socket.is_open()) {
+  if (next.life == life) {  // its process may have ended meanwhile
     link = std::exchange(next, {});
-    return;
+  } else {
+    if (next.life < life) {
+      next = {};
+    }
+    link = {};
+    link.life = life;
   }
-  if (next.life <= life) {  // another process that wanted the same life
-    next = {};
-  }
-  link = {};
-  link.life = life;
-  link.card = card;
-  link.is_awaited = true;
-  watch(link);
-  if (connects) {
-    link.socket = connect(card, Deadline(kQuick));
-    link.is_awaited = !link.socket.is_open();
+  link.is_awaited = !link.line.socket.is_open();
+  link.connects = connects;
+}
+
+void Links::learn(std::span<const uint64_t> lives, std::span<const Card> cards) {
+  for (size_t at = 0; at < std::min({links_.size(), lives.size(), cards.size()}); ++at) {
+    Link& link = links_[at];
+    const bool is_new = link.life == lives[at] && is_known(cards[at]) && !is_known(link.card);
+    if (!link.is_awaited || !is_new) {
+      continue;
+    }
+    link.card = cards[at];
+    watch(link);
+    if (link.connects) {
+      link.line.socket = connect(link.card, Deadline(kQuick));
+      link.is_awaited = !link.line.socket.is_open();
+      push(link);
+    }
   }
 }
 
@@ -273,19 +297,26 @@ void Links::seat(Guest& guest, const Events& events) {
   }
   Link& link = links_[static_cast<size_t>(said.rank)];
   if (said.life == link.life && link.is_awaited) {
-    link.socket = std::move(socket);
+    link.line.socket = std::move(socket);
     link.is_awaited = false;
     link.is_known = true;
+    link.card = said.card;
+    watch(link);
     push(link);
+    return;
+  }
+  if (said.life == link.life && is_same(said.card, link.card) && !link.other.socket.is_open()) {
+    link.other.socket = std::move(socket);
+    link.is_known = true;
     return;
   }
   // This rank may have yet to hear of the life before.
   Link& next = next_[static_cast<size_t>(said.rank)];
-  if (said.life > link.life && (!next.socket.is_open() || said.life >= next.life)) {
+  if (said.life > link.life && (!next.line.socket.is_open() || said.life >= next.life)) {
     next = {};
     next.life = said.life;
     next.card = said.card;
-    next.socket = std::move(socket);
+    next.line.socket = std::move(socket);
     next.is_known = true;
     watch(next);
   }
@@ -300,7 +331,7 @@ void Links::send_next(int rank, FrameKind kind, std::span<const std::byte> paylo
 }
 
 void Links::queue(Link& link, FrameKind kind, std::span<const std::byte> payload) {
-  if (!link.socket.is_open() && !link.is_awaited) {
+  if (!link.line.socket.is_open() && !link.is_awaited) {
     return;
   }
   const bool was_empty = link.unsent.empty();
@@ -308,7 +339,7 @@ void Links::queue(Link& link, FrameKind kind, std::span<const std::byte> payload
   const auto bytes = value_bytes(header);
   link.unsent.insert(link.unsent.end(), bytes.begin(), bytes.end());
   link.unsent.insert(link.unsent.end(), payload.begin(), payload.end());
-  if (was_empty && link.socket.is_open()) {
+  if (was_empty) {
     push(link);
     if (!link.unsent.empty()) {
       wake();
@@ -319,9 +350,9 @@ void Links::queue(Link& link, FrameKind kind, std::span<const std::byte> payload
 // Its end is found by who reads.
 void Links::push(Link& link) {
   size_t done = 0;
-  while (done < link.unsent.size()) {
+  while (link.line.socket.is_open() && done < link.unsent.size()) {
     const auto count = ::send(
-        link.socket.get(), link.unsent.data() + done, link.unsent.size() - done, MSG_NOSIGNAL
+        link.line.socket.get(), link.unsent.data() + done, link.unsent.size() - done, MSG_NOSIGNAL
     );
     if (count < 0 && errno == EINTR) {
       continue;
@@ -340,9 +371,9 @@ void Links::push(Link& link) {
 bool Links::has_unsent() const {
   return std::ranges::any_of(links_, [](const Link& link) {
     int on_the_way = 0;
-    return link.socket.is_open() &&
+    return link.line.socket.is_open() &&
            (!link.unsent.empty() ||
-            (::ioctl(link.socket.get(), SIOCOUTQ, &on_the_way) == 0 && on_the_way > 0));
+            (::ioctl(link.line.socket.get(), SIOCOUTQ, &on_the_way) == 0 && on_the_way > 0));
   });
 }
 
@@ -352,12 +383,12 @@ bool Links::has_ended(int rank) const {
 }
 
 bool Links::is_open(int rank) const {
-  return links_[static_cast<size_t>(rank)].socket.is_open();
+  return links_[static_cast<size_t>(rank)].line.socket.is_open();
 }
 
 bool Links::has_next(int rank) const {
   const Link& next = next_[static_cast<size_t>(rank)];
-  return next.life == links_[static_cast<size_t>(rank)].life + 1 && next.socket.is_open() &&
+  return next.life == links_[static_cast<size_t>(rank)].life + 1 && next.line.socket.is_open() &&
          next.watch.is_alive();
 }
 
@@ -371,11 +402,14 @@ std::vector<pollfd> Links::wanted() const {
   }
   for (const std::vector<Link>* links : {&links_, &next_}) {
     for (const Link& link : *links) {
-      if (link.socket.is_open()) {
+      if (link.line.socket.is_open()) {
         const int events = POLLIN | (link.unsent.empty() ? 0 : POLLOUT);
         entries.push_back(
-            {.fd = link.socket.get(), .events = static_cast<short>(events), .revents = 0}
+            {.fd = link.line.socket.get(), .events = static_cast<short>(events), .revents = 0}
         );
+      }
+      if (link.other.socket.is_open()) {
+        entries.push_back({.fd = link.other.socket.get(), .events = POLLIN, .revents = 0});
       }
     }
   }
@@ -387,24 +421,27 @@ void Links::wake() const {
 }
 
 void Links::read(int rank, Link& link, const Events& events) {
-  if (!link.socket.is_open()) {
-    return;
-  }
   push(link);
-  for (const uint64_t life = link.life; link.life == life && link.socket.is_open();) {
+  read_line(rank, link, link.line, events);
+  read_line(rank, link, link.other, events);
+}
+
+void Links::read_line(int rank, Link& link, Line& line, const Events& events) {
+  for (const uint64_t life = link.life; link.life == life && line.socket.is_open();) {
     errno = 0;  // which a side that has closed leaves as it is
-    const IoState state = link.reader.read_some(link.socket);
+    const IoState state = line.reader.read_some(line.socket);
     if (state == IoState::kClosed) {
       // Who has not been let in at all was turned away.
-      link.has_ended = link.is_known && (errno == 0 || errno == ECONNRESET || errno == EPIPE);
+      const bool is_end = errno == 0 || errno == ECONNRESET || errno == EPIPE;
+      link.has_ended = link.has_ended || (link.is_known && is_end);
       link.unsent.clear();
-      link.socket.close();
+      line.socket.close();
     }
     if (state != IoState::kDone) {
       return;
     }
     link.is_known = true;
-    const Frame frame = link.reader.take();
+    const Frame frame = line.reader.take();
     events.on_frame(rank, life, frame);  // which may take the next life in
   }
 }

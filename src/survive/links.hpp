@@ -74,9 +74,12 @@ class Links {
   // The next life of a rank has come, and has not ended.
   [[nodiscard]] bool has_next(int rank) const;
 
-  // The rank is in this life now. If there is no connection yet, this rank `connects` by the card,
-  // or the other one will.
-  void take(int rank, uint64_t life, const Card& card, bool connects);
+  // The rank is in this life now. If there is no connection yet, this rank `connects` once it has
+  // learned where, or the other one will; both may.
+  void take(int rank, uint64_t life, bool connects);
+  // By rank, what another one knows: the lives and where they can be reached; an empty card: it
+  // does not know.
+  void learn(std::span<const uint64_t> lives, std::span<const Card> cards);
 
   // For poll(), while other threads may send: when something comes, or can go that has not yet.
   [[nodiscard]] std::vector<pollfd> wanted() const;
@@ -101,14 +104,19 @@ class Links {
   );
 
  private:
+  struct Line {  // a connection, and how far it is read
+    Socket socket;
+    FrameReader reader;
+  };
   struct Link {
     uint64_t life = 0;
     Card card;
-    Socket socket;
-    FrameReader reader;
+    Line line;
+    Line other;  // if both sides have connected: by which the other one sends
     Bytes unsent;
     ProcessWatch watch;       // of a process that this host can watch
     bool is_awaited = false;  // it has not been there yet
+    bool connects = false;    // this rank does, once it knows the card
     bool is_known = false;    // the other side has taken the connection for that of a rank
     bool has_ended = false;
   };
@@ -139,6 +147,7 @@ class Links {
   void queue(Link& link, FrameKind kind, std::span<const std::byte> payload);
   void push(Link& link);
   void read(int rank, Link& link, const Events& events);
+  void read_line(int rank, Link& link, Line& line, const Events& events);
 
   Context context_;
   uint64_t own_life_ = 0;

@@ -188,9 +188,9 @@ void MessageRoll::hear_member(int rank, const Frame& frame) {
       return;
     }
     case FrameKind::kAgreed: {
-      Welcome welcome = welcome_in(*number, rest, peers_.size());
-      offered_ = std::move(welcome.cards);
+      const Welcome welcome = welcome_in(*number, rest, peers_.size());
       tell(ballots_.hear(rank, welcome.agreed));
+      links_.learn(welcome.agreed.members.lives, welcome.cards);
       return;
     }
     case FrameKind::kMail: {
@@ -255,7 +255,7 @@ void MessageRoll::take_lives() {
     }
     lives_[at] = lives[at];
     const bool connects = rank < context_.rank || !ballots_.is_in();
-    links_.take(rank, lives[at], at < offered_.size() ? offered_[at] : Links::Card(), connects);
+    links_.take(rank, lives[at], connects);
     if (!ballots_.is_in() && is_asking_) {
       links_.send(rank, FrameKind::kAsk, {});
     }

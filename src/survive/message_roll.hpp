@@ -121,9 +121,8 @@ class MessageRoll final : public Roll {
   std::condition_variable bell_;
   Links links_;
   Ballots ballots_;
-  std::vector<Peer> peers_;           // by rank
-  std::vector<uint64_t> lives_;       // by rank, as links_ have them
-  std::vector<Links::Card> offered_;  // by rank, as a member has told; empty: none has
+  std::vector<Peer> peers_;      // by rank
+  std::vector<uint64_t> lives_;  // by rank, as links_ have them
   bool is_asking_ = false;
   uint64_t told_beats_ = 0;
   Clock::time_point next_beat_;

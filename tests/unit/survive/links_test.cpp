@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -117,6 +118,113 @@ TEST(LinksTest, OnlyWhoHasTheTokenIsAnswered) {
     heard.listen(links, [&] { return !heard.texts.empty(); });
     group.barrier();
   });
+}
+
+// A new process in the place of rank 1, which has connected to rank 0.
+struct NextLife {
+  static constexpr uint64_t kLife = 1;
+  Links links;
+  NextLife(const Group& group, const Links::Token& token, const Links::Card& card)
+      : links(group, token) {
+    links.join(kLife, std::vector{0}, std::vector<uint64_t>{0, 0}, {{card, {}}}, Deadline(20s));
+  }
+};
+
+// Runs `old` on rank 0, and `next` on the next life of rank 1, whose first one has ended.
+void run_lives(
+    const std::function<void(Links&, const Group&)>& old,
+    const std::function<void(std::optional<NextLife>&, const Group&)>& next
+) {
+  run_threads(2, [&](const Group& group) {
+    std::optional<Links> links(std::in_place, group, 20s);
+    const Links::Token token = links->token();
+    const Links::Card card = gather_values(group, links->own_card()).front();
+    if (group.rank() == 0) {
+      Heard heard;
+      heard.listen(*links, [&] { return links->has_ended(1); });
+      group.barrier();
+      group.barrier();
+      old(*links, group);
+      return;
+    }
+    links.reset();
+    group.barrier();
+    std::optional<NextLife> life(std::in_place, group, token, card);
+    group.barrier();
+    next(life, group);
+  });
+}
+
+TEST(LinksTest, BothMayConnectAtOnce) {
+  const auto talk = [](Links& links, const Group& group, const std::string& to_them) {
+    Heard heard;
+    links.send(1 - group.rank(), FrameKind::kMail, bytes_of(to_them));
+    heard.listen(links, [&] { return heard.texts.size() == 1; });
+    group.barrier();
+    links.send(1 - group.rank(), FrameKind::kMail, bytes_of(to_them));
+    heard.listen(links, [&] { return heard.texts.size() == 2; });
+    EXPECT_FALSE(links.has_ended(1 - group.rank()));
+    EXPECT_EQ(heard.texts, std::vector(2, heard.texts.at(0)));
+    return heard.texts.at(0);
+  };
+  run_lives(
+      [&](Links& links, const Group& group) {
+        const Links::Card card = gather_values(group, links.own_card()).back();
+        links.take(1, NextLife::kLife, /*connects=*/true);
+        links.learn(std::vector<uint64_t>{0, NextLife::kLife}, {{links.own_card(), card}});
+        EXPECT_TRUE(links.is_open(1));  // while the other one's connection waits to be let in
+        EXPECT_EQ(talk(links, group, "welcome"), "1: hello");
+        group.barrier();
+        Heard heard;
+        heard.listen(links, [&] { return links.has_ended(1); });
+      },
+      [&](std::optional<NextLife>& life, const Group& group) {
+        static_cast<void>(gather_values(group, life->links.own_card()));
+        EXPECT_EQ(talk(life->links, group, "hello"), "0: welcome");
+        group.barrier();
+      }
+  );
+}
+
+TEST(LinksTest, AnEndBeforeThatLifeIsTakenInIsKnown) {
+  run_lives(
+      [](Links& links, const Group& group) {
+        Heard heard;
+        heard.listen(links, [&] { return links.has_next(1); });
+        group.barrier();
+        heard.listen(links, [&] { return !links.has_next(1); });
+        links.take(1, NextLife::kLife, /*connects=*/false);
+        EXPECT_TRUE(links.has_ended(1));
+      },
+      [](std::optional<NextLife>& life, const Group& group) {
+        group.barrier();
+        life.reset();
+      }
+  );
+}
+
+TEST(LinksTest, WhatIsSentBeforeTheCardIsKnownGoesOnceItIs) {
+  run_lives(
+      [](Links& links, const Group& group) {
+        const Links::Card card = gather_values(group, links.own_card()).back();
+        const std::vector<uint64_t> lives = {0, NextLife::kLife};
+        links.take(1, NextLife::kLife, /*connects=*/true);
+        links.send(1, FrameKind::kMail, bytes_of(std::string("welcome")));
+        links.learn(lives, {{links.own_card(), {}}});              // who does not know
+        links.learn(std::vector<uint64_t>{0, 0}, {{card, card}});  // of the life before
+        EXPECT_FALSE(links.is_open(1));
+        links.learn(lives, {{links.own_card(), card}});
+        EXPECT_TRUE(links.is_open(1));
+        group.barrier();
+      },
+      [](std::optional<NextLife>& life, const Group& group) {
+        static_cast<void>(gather_values(group, life->links.own_card()));
+        Heard heard;
+        heard.listen(life->links, [&] { return !heard.texts.empty(); });
+        EXPECT_EQ(heard.texts, std::vector<std::string>{"0: welcome"});
+        group.barrier();
+      }
+  );
 }
 
 }  // namespace
