@@ -281,7 +281,7 @@ class ExchangeBegin(ExchangeState):
         may_change = self.is_between_gpu_domains and self._settings["on_peer_loss"] == "shrink"
         epoch = core.report()[0] if may_change else 0
         if self._pool is None or self._pool.epoch != epoch:
-            self._pool = OutputPool(epoch)
+            self._pool = OutputPool(self.device, epoch)
         return self._pool.id
 
 

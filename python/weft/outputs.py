@@ -90,17 +90,19 @@ class OutputPool:
     """A torch.cuda.MemPool whose segments an exchange gives.
 
     torch keeps book of the streams that still use a tensor and hands memory out again in their
-    order; the exchange recognises its own memory and has no need to stage rows. epoch: of the
-    members that reach it (`CallReport`).
+    order; the exchange recognises its own memory and has no need to stage rows. device: the
+    exchange's, which need not be the current one. epoch: of the members that reach it
+    (`CallReport`).
     """
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, device: torch.device, epoch: int) -> None:
         self.epoch = epoch
         allocator = torch.cuda.memory.CUDAPluggableAllocator(
             _core.__file__, "weft_pool_malloc", "weft_pool_free"
         )
         self._allocator = allocator  # as long as the pool
-        self._pool = torch.cuda.MemPool(allocator.allocator())
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool(allocator.allocator())
         self.id: tuple[int, int] = self._pool.id
 
 
