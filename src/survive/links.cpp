@@ -45,7 +45,7 @@ Socket connect_to_card(
 }
 
 // An empty one is of nobody.
-bool is_known(const Links::Card& card) {
+bool is_given(const Links::Card& card) {
   return card.port != 0;
 }
 
@@ -247,7 +247,7 @@ void Links::take(int rank, uint64_t life, bool connects) {
 void Links::learn(std::span<const uint64_t> lives, std::span<const Card> cards) {
   for (size_t at = 0; at < std::min({links_.size(), lives.size(), cards.size()}); ++at) {
     Link& link = links_[at];
-    const bool is_new = link.life == lives[at] && is_known(cards[at]) && !is_known(link.card);
+    const bool is_new = link.life == lives[at] && is_given(cards[at]) && !is_given(link.card);
     if (!link.is_awaited || !is_new) {
       continue;
     }

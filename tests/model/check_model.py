@@ -3,6 +3,7 @@
 """Checks a model with SPIN. Without a mutation no property may be violated; with one, some property must be.
 
 usage: check_model.py MODEL.pml [MUTATION] [--night]     --night: more calls, and more that happens at once
+       check_model.py --night                            all models so
 """
 
 import argparse
@@ -19,6 +20,7 @@ NIGHT = {
     "cpu": ["NIGHT"],
     "copies": ["C=4"],
     "dispatch": ["C=4"],
+    "domains": ["C=4"],
     "eager": ["C=4"],
     "losses": ["NIGHT"],
     "parking": [],
@@ -67,29 +69,37 @@ def check(model, mutation, night, folder):
     return out
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("mutation", nargs="?", help="one that the head of the model lists")
-    parser.add_argument("--night", action="store_true", help="with larger bounds")
-    args = parser.parse_args()
-    model = args.model.resolve()
+def report(model, mutation, night):
+    """0: it is as it should be."""
     with tempfile.TemporaryDirectory() as folder:
-        out = check(model, args.mutation, args.night, folder)
+        out = check(model, mutation, night, folder)
     errors = re.search(r"errors: (\d+)", out)
     states = re.search(r"(\S+) states, stored", out)
     seconds = re.search(r"elapsed time (\S+)", out)
     is_whole = errors and states and not re.search(r"max search depth too small|out of memory|memory exhausted|interrupted", out)
     violated = re.search(r"pan:1: (assertion violated|invalid end state)", out)
     told = f"{states and states.group(1)} states, {seconds.group(1) if seconds else 0} s"
-    if args.mutation and violated:
-        print(f"{model.stem}: {args.mutation} is found: {violated.group(1)} ({told})")
-    elif not args.mutation and is_whole and int(errors.group(1)) == 0:
-        print(f"{model.stem}: no property is violated ({told})")
+    if mutation and violated:
+        print(f"{model.stem}: {mutation} is found: {violated.group(1)} ({told})", flush=True)
+    elif not mutation and is_whole and int(errors.group(1)) == 0:
+        print(f"{model.stem}: no property is violated ({told})", flush=True)
     else:
-        print(f"{out}\n{model.stem}: {f'{args.mutation} is not found' if args.mutation else 'see above'} ({told})")
+        print(f"{out}\n{model.stem}: {f'{mutation} is not found' if mutation else 'see above'} ({told})", flush=True)
         return 1
     return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("mutation", nargs="?", help="one that the head of the model lists")
+    parser.add_argument("--night", action="store_true", help="with larger bounds")
+    args = parser.parse_args()
+    if args.model:
+        return report(args.model.resolve(), args.mutation, args.night)
+    if not args.night:
+        parser.error("which model?")
+    return max(report(Path(__file__).with_name(f"{name}.pml"), None, True) for name in NIGHT)
 
 
 if __name__ == "__main__":
