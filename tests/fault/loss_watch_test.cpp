@@ -203,13 +203,18 @@ struct Met {
 
 // Rank 2 dies while those that are left reach each other anew.
 TEST_P(LossWatchTest, ThoseThatAreLeftMeetOnceTheyHaveAgreed) {
-  const auto statuses = run_forked(4, [](const Group& group) {
+  const Shared<std::atomic<int>> num_met;
+  const auto statuses = run_forked(4, [&](const Group& group) {
     Met met;
     std::vector<std::vector<int>> meetings;
     const auto connect = [&](const Group& members, const Meeting& who) {
       met.connect()(members, who);
       meetings.push_back(who.ranks);
+      ++*num_met;
       if (group.rank() == 2) {
+        while (*num_met < 3) {  // or the others may hear of its end before they have met
+          std::this_thread::sleep_for(1ms);
+        }
         static_cast<void>(::raise(SIGKILL));
       }
       members.barrier();
