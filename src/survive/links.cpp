@@ -19,11 +19,14 @@ namespace weft {
 namespace {
 
 // Who connects and says nothing is none of the ranks.
-constexpr auto kPatience = std::chrono::seconds(2);
+constexpr auto kPatience = std::chrono::seconds(10);
 // Who has not introduced itself, at a time; others wait to be accepted.
 constexpr size_t kMostGuests = 64;
 // Of a connection that others have to wait for meanwhile.
 constexpr auto kQuick = std::chrono::milliseconds(500);
+constexpr auto kTryEvery = std::chrono::seconds(1);
+// Of a rank that is no member any more, and may be stopped.
+constexpr size_t kMostUnsent = 1 << 20;
 
 std::string own_address(const Group& group) {
   const auto& hosts = group.topology().host_of;
@@ -161,8 +164,7 @@ void Links::join(
     uint64_t life,
     std::span<const int> ranks,
     std::span<const uint64_t> lives,
-    std::span<const Card> cards,
-    const Deadline& deadline
+    std::span<const Card> cards
 ) {
   own_life_ = life;
   for (size_t at = 0; at < links_.size(); ++at) {
@@ -172,10 +174,10 @@ void Links::join(
   for (const int rank : ranks) {
     const auto at = static_cast<size_t>(rank);
     Link& link = links_[at];
-    link.line.socket = connect(cards[at], deadline);
-    link.is_awaited = !link.line.socket.is_open();
+    link.is_awaited = true;
     link.connects = true;
     watch(link);
+    try_to_connect(link);
   }
 }
 
@@ -231,17 +233,44 @@ std::vector<Links::Card> Links::cards() const {
 void Links::take(int rank, uint64_t life, bool connects) {
   Link& link = links_[static_cast<size_t>(rank)];
   Link& next = next_[static_cast<size_t>(rank)];
-  if (next.life == life) {  // its process may have ended meanwhile
+  if (life < link.life && !next.line.socket.is_open()) {  // it is let in later than it seemed
+    next = std::exchange(link, {});
+  }
+  if (link.line.socket.is_open()) {
+    past_.push_back(std::exchange(link, {}));
+  }
+  if (next.life == life && next.line.socket.is_open()) {
     link = std::exchange(next, {});
   } else {
-    if (next.life < life) {
-      next = {};
-    }
+    // Another process may be on its way to the same life.
     link = {};
     link.life = life;
+    link.has_ended = next.life == life && next.has_ended;
+    if (next.life <= life) {
+      next = {};
+    }
   }
   link.is_awaited = !link.line.socket.is_open();
   link.connects = connects;
+}
+
+void Links::try_to_connect(Link& link) const {
+  const bool is_wanted = link.is_awaited && link.connects && !link.has_ended;
+  if (is_wanted && is_given(link.card) && Clock::now() >= link.next_try) {
+    link.line.socket = connect(link.card, Deadline(kQuick));
+    link.is_awaited = !link.line.socket.is_open();
+    link.next_try = Clock::now() + kTryEvery;
+    push(link);
+  }
+}
+
+void Links::dismiss(int rank) {
+  Link& link = links_[static_cast<size_t>(rank)];
+  link.is_dismissed = true;
+  if (!link.line.socket.is_open()) {
+    link.is_awaited = false;
+    link.unsent.clear();
+  }
 }
 
 void Links::learn(std::span<const uint64_t> lives, std::span<const Card> cards) {
@@ -253,19 +282,17 @@ void Links::learn(std::span<const uint64_t> lives, std::span<const Card> cards) 
     }
     link.card = cards[at];
     watch(link);
-    if (link.connects) {
-      link.line.socket = connect(link.card, Deadline(kQuick));
-      link.is_awaited = !link.line.socket.is_open();
-      push(link);
-    }
+    try_to_connect(link);
   }
 }
 
 void Links::let_in() {
+  has_no_room_ = false;
   while (guests_.size() < kMostGuests) {
     std::string host;
     Socket socket = accept_from(listener_, host);
     if (!socket.is_open()) {
+      has_no_room_ = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
       return;
     }
     guests_.push_back(
@@ -296,10 +323,12 @@ void Links::seat(Guest& guest, const Events& events) {
     return;
   }
   Link& link = links_[static_cast<size_t>(said.rank)];
-  if (said.life == link.life && link.is_awaited) {
+  const bool is_that = !is_given(link.card) || is_same(said.card, link.card);
+  if (said.life == link.life && link.is_awaited && is_that) {
     link.line.socket = std::move(socket);
     link.is_awaited = false;
     link.is_known = true;
+    link.has_ended = false;  // that was another process
     link.card = said.card;
     watch(link);
     push(link);
@@ -310,9 +339,15 @@ void Links::seat(Guest& guest, const Events& events) {
     link.is_known = true;
     return;
   }
-  // This rank may have yet to hear of the life before.
+  if (said.life <= link.life) {
+    return;
+  }
+  // This rank may have yet to hear of the life before. Of two processes in one life the first is
+  // heard until it ends, as others may have let it in.
   Link& next = next_[static_cast<size_t>(said.rank)];
-  if (said.life > link.life && (!next.line.socket.is_open() || said.life >= next.life)) {
+  read(said.rank, next, events);
+  const bool is_free = !next.line.socket.is_open() || !next.watch.is_alive();
+  if (is_free || said.life > next.life) {
     next = {};
     next.life = said.life;
     next.card = said.card;
@@ -331,7 +366,8 @@ void Links::send_next(int rank, FrameKind kind, std::span<const std::byte> paylo
 }
 
 void Links::queue(Link& link, FrameKind kind, std::span<const std::byte> payload) {
-  if (!link.line.socket.is_open() && !link.is_awaited) {
+  const bool is_too_much = link.is_dismissed && link.unsent.size() > kMostUnsent;
+  if ((!link.line.socket.is_open() && !link.is_awaited) || is_too_much) {
     return;
   }
   const bool was_empty = link.unsent.empty();
@@ -386,6 +422,10 @@ bool Links::is_open(int rank) const {
   return links_[static_cast<size_t>(rank)].line.socket.is_open();
 }
 
+bool Links::is_awaited(int rank) const {
+  return links_[static_cast<size_t>(rank)].is_awaited;
+}
+
 bool Links::has_next(int rank) const {
   const Link& next = next_[static_cast<size_t>(rank)];
   return next.life == links_[static_cast<size_t>(rank)].life + 1 && next.line.socket.is_open() &&
@@ -394,13 +434,13 @@ bool Links::has_next(int rank) const {
 
 std::vector<pollfd> Links::wanted() const {
   std::vector<pollfd> entries = {{.fd = event_.get(), .events = POLLIN, .revents = 0}};
-  if (guests_.size() < kMostGuests) {
+  if (guests_.size() < kMostGuests && !has_no_room_) {
     entries.push_back({.fd = listener_.get(), .events = POLLIN, .revents = 0});
   }
   for (const Guest& guest : guests_) {
     entries.push_back({.fd = guest.socket.get(), .events = POLLIN, .revents = 0});
   }
-  for (const std::vector<Link>* links : {&links_, &next_}) {
+  for (const std::vector<Link>* links : {&links_, &next_, &past_}) {
     for (const Link& link : *links) {
       if (link.line.socket.is_open()) {
         const int events = POLLIN | (link.unsent.empty() ? 0 : POLLOUT);
@@ -434,7 +474,9 @@ void Links::read_line(int rank, Link& link, Line& line, const Events& events) {
       // Who has not been let in at all was turned away.
       const bool is_end = errno == 0 || errno == ECONNRESET || errno == EPIPE;
       link.has_ended = link.has_ended || (link.is_known && is_end);
-      link.unsent.clear();
+      if (&line == &link.line) {
+        link.unsent.clear();
+      }
       line.socket.close();
     }
     if (state != IoState::kDone) {
@@ -458,6 +500,12 @@ void Links::move(const Events& events) {
     read(rank, links_[static_cast<size_t>(rank)], events);
     read(rank, next_[static_cast<size_t>(rank)], events);
   }
+  const Events not_heard = {.on_frame = [](int, uint64_t, const Frame&) {}, .on_question = {}};
+  for (Link& link : past_) {
+    read(-1, link, not_heard);
+  }
+  std::erase_if(past_, [](const Link& link) { return !link.line.socket.is_open(); });
+  std::ranges::for_each(links_, [this](Link& link) { try_to_connect(link); });
 }
 
 }  // namespace weft

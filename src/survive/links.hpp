@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "core/clock.hpp"
 #include "group/control_plane.hpp"
 #include "group/process_watch.hpp"
 #include "group/tcp/frame.hpp"
@@ -51,8 +52,7 @@ class Links {
       uint64_t life,
       std::span<const int> ranks,
       std::span<const uint64_t> lives,
-      std::span<const Card> cards,
-      const Deadline& deadline
+      std::span<const Card> cards
   );
 
   [[nodiscard]] const Card& own_card() const { return own_card_; }
@@ -71,6 +71,7 @@ class Links {
   // The process has ended, as far as this host or the connection knows.
   [[nodiscard]] bool has_ended(int rank) const;
   [[nodiscard]] bool is_open(int rank) const;
+  [[nodiscard]] bool is_awaited(int rank) const;
   // The next life of a rank has come, and has not ended.
   [[nodiscard]] bool has_next(int rank) const;
 
@@ -80,6 +81,8 @@ class Links {
   // By rank, what another one knows: the lives and where they can be reached; an empty card: it
   // does not know.
   void learn(std::span<const uint64_t> lives, std::span<const Card> cards);
+  // The rank is no member: it hears what goes by the connection that it has, and is not waited for.
+  void dismiss(int rank);
 
   // For poll(), while other threads may send: when something comes, or can go that has not yet.
   [[nodiscard]] std::vector<pollfd> wanted() const;
@@ -117,7 +120,9 @@ class Links {
     ProcessWatch watch;       // of a process that this host can watch
     bool is_awaited = false;  // it has not been there yet
     bool connects = false;    // this rank does, once it knows the card
-    bool is_known = false;    // the other side has taken the connection for that of a rank
+    Clock::time_point next_try = {};
+    bool is_known = false;  // the other side has taken the connection for that of a rank
+    bool is_dismissed = false;
     bool has_ended = false;
   };
   // The first bytes on a connection.
@@ -141,13 +146,15 @@ class Links {
   void connect_all(const Group& group, std::span<const Bytes> cards, const Deadline& deadline);
   [[nodiscard]] Socket connect(const Card& card, const Deadline& deadline) const;
   void watch(Link& link) const;
+  // One attempt, if it is time for one.
+  void try_to_connect(Link& link) const;
   void let_in();
   // What it has said is whole: it is a rank, it asks, or it is a stranger.
   void seat(Guest& guest, const Events& events);
   void queue(Link& link, FrameKind kind, std::span<const std::byte> payload);
-  void push(Link& link);
-  void read(int rank, Link& link, const Events& events);
-  void read_line(int rank, Link& link, Line& line, const Events& events);
+  static void push(Link& link);
+  static void read(int rank, Link& link, const Events& events);
+  static void read_line(int rank, Link& link, Line& line, const Events& events);
 
   Context context_;
   uint64_t own_life_ = 0;
@@ -157,7 +164,10 @@ class Links {
   Descriptor event_;
   std::vector<Link> links_;  // by rank; this rank's own stays closed
   std::vector<Link> next_;   // by rank, of next lives
+  std::vector<Link> past_;   // of lives that others have followed, until they end: if one was only
+                             // out of reach, it shall hear of that, and not take them for dead
   std::vector<Guest> guests_;
+  bool has_no_room_ = false;  // for one more connection, at the last attempt
 };
 
 }  // namespace weft

@@ -95,7 +95,7 @@ MessageRoll::Start MessageRoll::join(
   const Members& members = welcome.agreed.members;
   const uint64_t life = members.lives[static_cast<size_t>(context.rank)] + 1;
   Start start = {.links = Links(group, invitation.token), .life = life, .agreed = welcome.agreed};
-  start.links.join(life, members.ranks, members.lives, welcome.cards, deadline);
+  start.links.join(life, members.ranks, members.lives, welcome.cards);
   return start;
 }
 
@@ -155,7 +155,8 @@ void MessageRoll::hear(int rank, uint64_t life, const Frame& frame) {
   }
   if (frame.header.kind == FrameKind::kLeft) {
     one.next_asks = false;
-  } else if (!asks && one.next_frames.size() < kMostFrames) {
+  }
+  if (!asks && one.next_frames.size() < kMostFrames) {
     one.next_frames.push_back(frame);
   }
 }
@@ -239,40 +240,52 @@ void MessageRoll::tell(const Ballots::News& news) {
       one.silent_since.reset();
     }
   }
-  take_lives();
+  const std::vector<Said> said = take_lives();
   if (news.is_agreed) {
     tell_all(FrameKind::kAgreed, welcome());
-  }
-}
-
-void MessageRoll::take_lives() {
-  std::vector<std::pair<int, std::vector<Frame>>> said;
-  const std::vector<uint64_t>& lives = ballots_.agreed().members.lives;
-  for (int rank = 0; rank < context_.num_ranks && !ballots_.is_out(); ++rank) {
-    const auto at = static_cast<size_t>(rank);
-    if (rank == context_.rank || lives_[at] == lives[at]) {
-      continue;
-    }
-    lives_[at] = lives[at];
-    const bool connects = rank < context_.rank || !ballots_.is_in();
-    links_.take(rank, lives[at], connects);
-    if (!ballots_.is_in() && is_asking_) {
-      links_.send(rank, FrameKind::kAsk, {});
-    }
-    Peer before = std::exchange(peers_[at], {});
-    if (before.next_life == lives[at]) {
-      said.emplace_back(rank, std::move(before.next_frames));
-    } else if (before.next_life > lives[at]) {
-      peers_[at].next_life = before.next_life;
-      peers_[at].next_asks = before.next_asks;
-      peers_[at].next_frames = std::move(before.next_frames);
-    }
   }
   for (const auto& [rank, frames] : said) {
     for (const Frame& frame : frames) {
       hear(rank, lives_[static_cast<size_t>(rank)], frame);
     }
   }
+}
+
+std::vector<MessageRoll::Said> MessageRoll::take_lives() {
+  std::vector<Said> said;
+  const Members& members = ballots_.agreed().members;
+  for (int rank = 0; rank < context_.num_ranks && !ballots_.is_out(); ++rank) {
+    const auto at = static_cast<size_t>(rank);
+    if (rank == context_.rank) {
+      continue;
+    }
+    if (lives_[at] != members.lives[at]) {
+      said.emplace_back(rank, take_life(rank, members.lives[at]));
+    }
+    if (!members.has(rank)) {
+      links_.dismiss(rank);
+    }
+  }
+  return said;
+}
+
+std::vector<Frame> MessageRoll::take_life(int rank, uint64_t life) {
+  const bool connects = rank < context_.rank || !ballots_.is_in();
+  lives_[static_cast<size_t>(rank)] = life;
+  links_.take(rank, life, connects);
+  if (!ballots_.is_in() && is_asking_) {
+    links_.send(rank, FrameKind::kAsk, {});
+  }
+  Peer before = std::exchange(peer(rank), {});
+  if (before.next_life == life) {
+    return std::move(before.next_frames);
+  }
+  if (before.next_life > life) {
+    peer(rank).next_life = before.next_life;
+    peer(rank).next_asks = before.next_asks;
+    peer(rank).next_frames = std::move(before.next_frames);
+  }
+  return {};
 }
 
 Bytes MessageRoll::welcome() const {
@@ -426,10 +439,12 @@ void MessageRoll::ask(bool is_asking) {
 
 bool MessageRoll::is_turned_away() const {
   const std::lock_guard lock(mutex_);
-  const Agreed& agreed = ballots_.agreed();
-  return !ballots_.is_in() && std::ranges::none_of(agreed.members.ranks, [this](int rank) {
-    return rank != context_.rank && links_.is_open(rank);
+  const Members& members = ballots_.agreed().members;
+  const bool is_taken = members.lives[static_cast<size_t>(context_.rank)] >= life_;
+  const bool is_heard = std::ranges::any_of(members.ranks, [this](int rank) {
+    return rank != context_.rank && (links_.is_open(rank) || links_.is_awaited(rank));
   });
+  return !ballots_.is_in() && (is_taken || !is_heard);
 }
 
 bool MessageRoll::asks(int rank) const {

@@ -65,6 +65,7 @@ class MessageRoll final : public Roll {
 
  private:
   using MailNumber = std::pair<uint64_t, uint64_t>;  // epoch, round
+  using Said = std::pair<int, std::vector<Frame>>;   // rank, what came from it
   struct Peer {
     uint64_t beats = 0;
     bool has_left = false;
@@ -101,8 +102,10 @@ class MessageRoll final : public Roll {
   [[nodiscard]] uint64_t set() const;
   void tell_all(FrameKind kind, std::span<const std::byte> payload);
   void tell(const Ballots::News& news);
-  // Those who are in a new life are met.
-  void take_lives();
+  // Those who are in a new life are met, who is no member is dismissed. -> what they have said
+  // before that.
+  [[nodiscard]] std::vector<Said> take_lives();
+  [[nodiscard]] std::vector<Frame> take_life(int rank, uint64_t life);
   // What has been agreed on, and where all ranks can be reached.
   [[nodiscard]] Bytes welcome() const;
   void ring();

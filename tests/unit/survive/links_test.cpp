@@ -126,7 +126,7 @@ struct NextLife {
   Links links;
   NextLife(const Group& group, const Links::Token& token, const Links::Card& card)
       : links(group, token) {
-    links.join(kLife, std::vector{0}, std::vector<uint64_t>{0, 0}, {{card, {}}}, Deadline(20s));
+    links.join(kLife, std::vector{0}, std::vector<uint64_t>{0, 0}, {{card, {}}});
   }
 };
 
@@ -225,6 +225,87 @@ TEST(LinksTest, WhatIsSentBeforeTheCardIsKnownGoesOnceItIs) {
         group.barrier();
       }
   );
+}
+
+TEST(LinksTest, AConnectionThatIsRefusedIsTriedAgain) {
+  run_lives(
+      [](Links& links, const Group& group) {
+        const Context context = {.rank = 0, .num_ranks = 2};
+        Links::Card card = links.own_card();
+        card.port = port_of(listen_on(card.address.data(), 0, context));  // closed again
+        links.take(1, NextLife::kLife, /*connects=*/true);
+        links.learn(std::vector<uint64_t>{0, NextLife::kLife}, {{links.own_card(), card}});
+        EXPECT_FALSE(links.is_open(1));
+        EXPECT_TRUE(links.is_awaited(1));
+        const Socket listener = listen_on(card.address.data(), card.port, context);
+        Heard heard;
+        heard.listen(links, [&] { return links.is_open(1); });
+        group.barrier();
+      },
+      [](std::optional<NextLife>& /*life*/, const Group& group) { group.barrier(); }
+  );
+}
+
+TEST(LinksTest, OfTwoProcessesInALifeTheFirstIsHeardUntilItEnds) {
+  run_lives(
+      [](Links& links, const Group& group) {
+        Heard heard;
+        group.barrier();  // both have connected
+        heard.listen(links, [&] { return !heard.texts.empty(); });
+        EXPECT_EQ(heard.texts, std::vector<std::string>{"1: first"});
+        EXPECT_TRUE(links.has_next(1));
+        group.barrier();
+        heard.listen(links, [&] { return !links.has_next(1); });
+        links.take(1, NextLife::kLife, /*connects=*/false);
+        EXPECT_TRUE(links.has_ended(1));
+        group.barrier();
+        heard.listen(links, [&] { return links.is_open(1); });
+        EXPECT_FALSE(links.has_ended(1));
+        group.barrier();
+      },
+      [](std::optional<NextLife>& life, const Group& group) {
+        const Links::Token token = life->links.token();
+        const Links::Card card = life->links.cards().front();
+        Heard heard;
+        std::optional<NextLife> second(std::in_place, group, token, card);
+        life->links.send(0, FrameKind::kMail, bytes_of(std::string("first")));
+        group.barrier();
+        heard.listen(second->links, [&] { return !second->links.is_open(0); });
+        EXPECT_FALSE(second->links.has_ended(0));  // it was turned away
+        group.barrier();
+        life.reset();
+        group.barrier();
+        second.emplace(group, token, card);
+        group.barrier();
+      }
+  );
+}
+
+TEST(LinksTest, WhoWasOnlyOutOfReachHearsThatItIsLost) {
+  run_threads(2, [](const Group& group) {
+    Links links(group, 20s);
+    Heard heard;
+    const Links::Token token = links.token();
+    const Links::Card card = gather_values(group, links.own_card()).front();
+    if (group.rank() == 0) {
+      heard.listen(links, [&] { return links.has_next(1); });
+      links.send(1, FrameKind::kMail, bytes_of(std::string("others go on")));
+      links.take(1, NextLife::kLife, /*connects=*/false);
+      group.barrier();
+      heard.listen(links, [&] { return !heard.texts.empty(); });
+      EXPECT_EQ(heard.texts, std::vector<std::string>{"1: the next"});
+      group.barrier();
+      return;
+    }
+    NextLife next(group, token, card);
+    group.barrier();
+    links.send(0, FrameKind::kMail, bytes_of(std::string("the last")));
+    heard.listen(links, [&] { return !links.has_unsent() && !heard.texts.empty(); });
+    EXPECT_EQ(heard.texts, std::vector<std::string>{"0: others go on"});
+    EXPECT_FALSE(links.has_ended(0));
+    next.links.send(0, FrameKind::kMail, bytes_of(std::string("the next")));
+    group.barrier();
+  });
 }
 
 }  // namespace
