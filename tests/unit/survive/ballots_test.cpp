@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "support/process_memory.hpp"
 #include "world.hpp"
 
 namespace weft::test {
@@ -54,6 +55,9 @@ void expect_agreement(const World& world, uint64_t seed) {
   }
 }
 
+// A sanitizer makes each take ten times as long.
+constexpr uint64_t kNumWorlds = kIsSanitized ? 2'000 : 20'000;
+
 void expect_all_finished(const World& world, uint64_t seed) {
   for (const auto& one : world.processes()) {
     ASSERT_TRUE(!one->is_in() || world.has_finished(*one))
@@ -62,7 +66,7 @@ void expect_all_finished(const World& world, uint64_t seed) {
 }
 
 TEST(BallotsTest, AllThatAreLeftEndAllCallsWithTheSameMembers) {
-  for (uint64_t seed = 1; seed <= 20'000; ++seed) {
+  for (uint64_t seed = 1; seed <= kNumWorlds; ++seed) {
     const int num_ranks = 2 + static_cast<int>(seed % 5);
     World world(num_ranks, 4, seed, {.deaths = num_ranks - 1});
     for (int step = 0; step < 200; ++step) {
@@ -79,7 +83,7 @@ TEST(BallotsTest, AllThatAreLeftEndAllCallsWithTheSameMembers) {
 TEST(BallotsTest, NoTwoPartsGoOnWhenRanksAreTakenForSilent) {
   int num_stuck = 0;
   int num_out = 0;
-  for (uint64_t seed = 1; seed <= 20'000; ++seed) {
+  for (uint64_t seed = 1; seed <= kNumWorlds; ++seed) {
     const int num_ranks = 2 + static_cast<int>(seed % 5);
     World world(
         num_ranks,
@@ -108,7 +112,7 @@ TEST(BallotsTest, NoTwoPartsGoOnWhenRanksAreTakenForSilent) {
 // However often, and whoever dies meanwhile.
 TEST(BallotsTest, NewProcessesEndAllCallsFromTheirFirstOnLikeTheOthers) {
   int num_back = 0;
-  for (uint64_t seed = 1; seed <= 20'000; ++seed) {
+  for (uint64_t seed = 1; seed <= kNumWorlds; ++seed) {
     const int num_ranks = 2 + static_cast<int>(seed % 5);
     World world(num_ranks, 8, seed, {.deaths = 1 + static_cast<int>(seed / 5 % 4), .returns = 4});
     for (int step = 0; step < 500; ++step) {
@@ -121,7 +125,7 @@ TEST(BallotsTest, NewProcessesEndAllCallsFromTheirFirstOnLikeTheOthers) {
       num_back += one->life > 0 && one->is_in() ? 1 : 0;
     }
   }
-  EXPECT_GT(num_back, 10'000);
+  EXPECT_GT(num_back, static_cast<int>(kNumWorlds / 2));
 }
 
 TEST(BallotsTest, ASilentRankOfTwoIsNotLeftOut) {
