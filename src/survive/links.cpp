@@ -24,8 +24,9 @@ constexpr auto kPatience = std::chrono::seconds(10);
 constexpr size_t kMostGuests = 64;
 // Of a connection that others have to wait for meanwhile.
 constexpr auto kQuick = std::chrono::milliseconds(500);
+// How often a connection is tried that has failed, at most.
 constexpr auto kTryEvery = std::chrono::seconds(1);
-// Of a rank that is no member any more, and may be stopped.
+// Bytes that wait for a rank that is no member any more, and may be stopped.
 constexpr size_t kMostUnsent = 1 << 20;
 
 std::string own_address(const Group& group) {

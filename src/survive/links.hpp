@@ -70,6 +70,7 @@ class Links {
   [[nodiscard]] bool has_unsent() const;
   // The process has ended, as far as this host or the connection knows.
   [[nodiscard]] bool has_ended(int rank) const;
+  // There is a connection; one is yet to come.
   [[nodiscard]] bool is_open(int rank) const;
   [[nodiscard]] bool is_awaited(int rank) const;
   // The next life of a rank has come, and has not ended.

@@ -33,7 +33,7 @@
 #define SUMS 1
 #define EACH(name) byte name[2]
 
-// Calls, as far as they are.
+// How many calls have come so far.
 byte begun;      // the handshake
 byte queued;
 byte moved;      // both transfers have ended
@@ -86,9 +86,9 @@ inline pack(kind, what) {
 }
 
 // A stream, or the thread, takes up the next call, or there is none.
-#define FOR_CALLS(steps)                \
-  do                                    \
-  :: e <= C && queued >= e -> steps; e++ \
+#define FOR_CALLS(steps)                        \
+  do                                            \
+  :: e <= C && queued >= e -> steps; e++        \
   :: e > C || (has_left && queued < e) -> break \
   od
 

@@ -142,8 +142,8 @@ void run_lives(
     if (group.rank() == 0) {
       Heard heard;
       heard.listen(*links, [&] { return links->has_ended(1); });
-      group.barrier();
-      group.barrier();
+      group.barrier();  // the next life may begin
+      group.barrier();  // it has connected
       old(*links, group);
       return;
     }
@@ -232,12 +232,16 @@ TEST(LinksTest, AConnectionThatIsRefusedIsTriedAgain) {
       [](Links& links, const Group& group) {
         const Context context = {.rank = 0, .num_ranks = 2};
         Links::Card card = links.own_card();
-        card.port = port_of(listen_on(card.address.data(), 0, context));  // closed again
+        const Endpoint any = resolve(card.address.data(), 0, context).front();
+        const Socket listener(::socket(any.address.ss_family, SOCK_STREAM, 0));
+        const auto* const address = reinterpret_cast<const sockaddr*>(&any.address);
+        ASSERT_EQ(::bind(listener.get(), address, any.size), 0);  // and does not listen yet
+        card.port = port_of(listener);
         links.take(1, NextLife::kLife, /*connects=*/true);
         links.learn(std::vector<uint64_t>{0, NextLife::kLife}, {{links.own_card(), card}});
         EXPECT_FALSE(links.is_open(1));
         EXPECT_TRUE(links.is_awaited(1));
-        const Socket listener = listen_on(card.address.data(), card.port, context);
+        ASSERT_EQ(::listen(listener.get(), 1), 0);
         Heard heard;
         heard.listen(links, [&] { return links.is_open(1); });
         group.barrier();
