@@ -136,7 +136,9 @@ struct ExchangeStats {
   int64_t num_plans = 0;
   int64_t num_dispatches = 0;
   int64_t num_combines = 0;
-  int64_t num_copied = 0;            // dispatches and combines by copy engines, of these
+  int64_t num_copied = 0;  // dispatches and combines by copy engines, of these
+  // Calls that graphs hold. While one of these is replayed, the exchange must live.
+  int64_t num_captured = 0;
   std::vector<double> wait_seconds;  // [num_ranks] time this rank waited for each peer
   double host_wait_seconds = 0;  // from a GPU plan's launch until its host knew the number of rows
   // Bytes of rows and scales that this rank has put to other domains, and what they would have been

@@ -354,6 +354,7 @@ nb::dict stats(Calls& calls) {
   all["num_dispatches"] = found.num_dispatches;
   all["num_combines"] = found.num_combines;
   all["num_copied"] = found.num_copied;
+  all["num_captured"] = found.num_captured;
   all["wait_seconds"] = found.wait_seconds;
   all["host_wait_seconds"] = found.host_wait_seconds;
   all["crossing_bytes"] = found.crossing_bytes;

@@ -104,6 +104,7 @@ class Exchange(ExchangeBegin):
         self._has_copy_room = copy_engines
         self._pool: OutputPool | None = None  # of _core
         self._core: _core.Exchange | None = None
+        self._in_graphs: list[_core.Exchange] = []  # outgrown ones, which replays still use
         self._open: tuple | None = None  # what a call that is still to be received writes and reads
         self._tally = tally_of(self.group)
         self._take(self._make())
@@ -117,7 +118,8 @@ class Exchange(ExchangeBegin):
             self._tally.settle(self._core)
 
     def close(self) -> None:
-        """Lets go of the memory. Plans that are alive can still be used."""
+        """Lets go of the memory. Plans that are alive can still be used; graphs that hold calls of
+        this exchange must not be replayed any more."""
         self._take(None)
 
     def plan(

@@ -58,6 +58,10 @@ class ExchangeBegin(ExchangeState):
 
     def _take(self, core: _core.Exchange | None) -> None:
         self._tally.settle(self._core)
+        if core is None:
+            self._in_graphs.clear()
+        elif self._core is not None and self.is_in_graphs:
+            self._in_graphs.append(self._core)
         self._core, self._pool = core, None
 
     def refuse(self, verb: str, reason: str, plan: Plan | None = None, **options: Any) -> None:

@@ -151,6 +151,11 @@ class ExchangeState:
         if own is not sums:
             sums += own
 
+    @property
+    def is_in_graphs(self) -> bool:
+        """Whether a CUDA graph holds calls that this exchange has made since it last grew."""
+        return self._core is not None and self._core.stats()["num_captured"] > 0
+
     def footprint(self) -> dict:
         """Bytes held: control, staging, buffers in use, and pooled for the next ones."""
         return self.core.footprint()

@@ -43,6 +43,7 @@ void add(ExchangeStats& sum, const ExchangeStats& more) {
   sum.num_dispatches += more.num_dispatches;
   sum.num_combines += more.num_combines;
   sum.num_copied += more.num_copied;
+  sum.num_captured += more.num_captured;
   sum.wait_seconds = more.wait_seconds;
   sum.host_wait_seconds += more.host_wait_seconds;
   sum.crossing_bytes += more.crossing_bytes;

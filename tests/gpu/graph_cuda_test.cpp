@@ -191,6 +191,91 @@ TEST_P(GpuGraphTest, ReplaysWhereEpochsComeRound) {
   });
 }
 
+// An eager call's plan is its own, whatever is replayed until it is used.
+TEST_P(GpuGraphTest, AReplayLeavesPlansOfEagerCallsAlone) {
+  for (const bool is_routed : {false, true}) {
+    const ExchangeSetup setup = gpu_setup(GetParam(), num_gpus());
+    const auto cases =
+        graph_cases(setup, Layout::kExpertStrided, OutputMemory::kStaged, {}, is_routed);
+    run_threads(setup.num_ranks, [&](const Group& group) {
+      Exchange exchange(group, setup.config(group.rank()));
+      const TestStream stream(exchange.config().device);
+      GraphRank replayed(exchange, cases[0]);
+      GraphRank eager(exchange, cases[0]);
+      replayed.make_calls(cases[0], stream.get());
+      stream.wait();
+      const Graph graph(stream, [&] { replayed.make_calls(cases[0], stream.get()); });
+      replayed.drop_plan();
+      for (size_t i = 1; i <= 4; ++i) {
+        eager.load(cases[i]);
+        eager.send(cases[i], stream.get());
+        replayed.load(cases[i + 4]);
+        group.barrier();
+        graph.launch();
+        eager.bring(cases[i], stream.get());
+        stream.wait();
+        exchange.check();
+        EXPECT_EQ(eager.difference(cases[i]), "");
+      }
+      EXPECT_EQ(exchange.stats().num_captured, is_routed ? 2 : 3);
+      group.barrier();
+    });
+  }
+}
+
+// Two graphs share a plan's memory once the host has dropped it; out of order they fail by name.
+TEST_P(GpuGraphTest, RefusesAPlanThatAnotherGraphHasWrittenOver) {
+  const ExchangeSetup setup = gpu_setup(GetParam(), num_gpus());
+  const auto cases = graph_cases(setup, Layout::kExpertStrided, OutputMemory::kStaged);
+  run_threads(setup.num_ranks, [&](const Group& group) {
+    Exchange exchange(group, setup.config(group.rank()));
+    const TestStream stream(exchange.config().device);
+    GraphRank rank(exchange, cases[0]);
+    GraphRank other(exchange, cases[0]);
+    rank.make_calls(cases[0], stream.get());
+    stream.wait();
+    const Graph sends(stream, [&] { rank.send(cases[0], stream.get()); });
+    const Graph brings(stream, [&] { rank.bring(cases[0], stream.get()); });
+    const auto replay = [&](std::initializer_list<const Graph*> graphs) {
+      group.barrier();
+      for (const Graph* graph : graphs) {
+        graph->launch();
+      }
+      stream.wait();
+    };
+    const auto expect_refused = [&] {
+      try {
+        exchange.check();
+        ADD_FAILURE() << "nothing was refused";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
+        EXPECT_NE(
+            std::string(error.what()).find("another plan lies in the memory"), std::string::npos
+        ) << error.what();
+      }
+      group.barrier();
+    };
+    replay({&brings});  // before its plan was ever made
+    expect_refused();
+    rank.drop_plan();
+    const Graph all(stream, [&] { other.make_calls(cases[0], stream.get()); });
+    other.drop_plan();
+    rank.load(cases[1]);
+    other.load(cases[2]);
+    replay({&sends, &brings, &all, &sends, &brings});
+    exchange.check();
+    replay({&sends, &all, &brings});
+    expect_refused();
+    rank.load(cases[3]);
+    replay({&sends, &brings});
+    exchange.check();
+    rank.make_calls(cases[3], stream.get());
+    stream.wait();
+    EXPECT_EQ(rank.difference(cases[3]), "");
+    group.barrier();
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(All, GpuGraphTest, testing::Values(1, 2, 4));
 
 }  // namespace

@@ -76,8 +76,13 @@ class GraphRank {
   }
 
   void make_calls(const CaseData& data, void* stream) {
-    CallOptions call = {.stream = stream};
-    call.copy_engines = data.setup.copy_engines;  // but not in a capture
+    send(data, stream);
+    bring(data, stream);
+  }
+
+  // The plan and the dispatch by it.
+  void send(const CaseData& data, void* stream) {
+    const CallOptions call = call_of(data, stream);
     const Routing routing = {.topk_idx = idx_->tensor(), .weights = weights_->tensor()};
     const PlanOptions& options = data.routing[rank_].options;
     const DispatchInput in = {.x = x_->tensor(), .weights = x_weights_->tensor()};
@@ -89,13 +94,20 @@ class GraphRank {
       plan_.emplace(exchange_.plan(routing, options, call));
       exchange_.dispatch(*plan_, in, out, call);
     }
+  }
+
+  // The combine by that plan.
+  void bring(const CaseData& data, void* stream) {
     exchange_.combine(
         *plan_,
         {.rows = y_->tensor(), .weights = y_weights_->tensor(), .scale = data.spec.scale},
         {.x = sums_->tensor(), .weights = sum_weights_->tensor()},
-        call
+        call_of(data, stream)
     );
   }
+
+  // The host holds the plan no longer, as callers that drop a handle after the capture.
+  void drop_plan() { plan_.reset(); }
 
   void load(const CaseData& data) {
     const RankCall& dispatch = data.calls[0][rank_];
@@ -131,6 +143,12 @@ class GraphRank {
   }
 
  private:
+  [[nodiscard]] static CallOptions call_of(const CaseData& data, void* stream) {
+    CallOptions call = {.stream = stream};
+    call.copy_engines = data.setup.copy_engines;  // but not in a capture
+    return call;
+  }
+
   template <class T>
   [[nodiscard]] T read(const T* from) const {
     T value;

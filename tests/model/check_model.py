@@ -17,6 +17,7 @@ from pathlib import Path
 NIGHT = {
     "answers": ["N=3"],
     "ballots": ["N=4", "C=1"],
+    "captured": ["STEPS=8"],
     "cpu": ["NIGHT"],
     "copies": ["C=4"],
     "dispatch": ["C=4"],

@@ -47,6 +47,7 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
   const int32_t num_tokens = call.plan.header()->num_tokens;
   const uint64_t plan_epoch = call.plan.header()->epoch;
   const uint32_t plan_members = call.plan.header()->members;
+  const uint32_t plan_serial = call.plan.header()->serial;
   const uint32_t members = me.local->members;
   setup.failures = 0;
   setup.own() = word;
@@ -65,6 +66,17 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
          .peer = me.rank,
          .seen = plan_members,
          .wanted = members}
+    );
+  } else if (plan_serial != call.plan.serial && status == WordStatus::kGood) {
+    setup.own().status = WordStatus::kRefused;
+    raise_fault(
+        me,
+        {.kind = FaultKind::kOtherPlan,
+         .op = word.op,
+         .epoch = epoch,
+         .peer = me.rank,
+         .seen = plan_serial,
+         .wanted = call.plan.serial}
     );
   }
 }

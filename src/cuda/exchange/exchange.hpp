@@ -165,8 +165,9 @@ class CudaExchange final : public Executor {
   }
   // The running call is in the stream: its end can be waited for, and peers will hear of it.
   void set_launched(cudaStream_t stream);
-  // The same of a kernel that ends a call, or the part of it that is queued now.
-  void record_end(cudaStream_t stream) const;
+  // Records where a kernel ends a call, or the part of it that is queued now. False inside a
+  // capture, which records nothing.
+  bool record_end(cudaStream_t stream) const;
   [[nodiscard]] int sms_of(const CallOptions& call) const;
 
   // --- failures ---
@@ -340,6 +341,7 @@ class CudaExchange final : public Executor {
   PinnedBuffer<std::byte> host_shape_;
   RankView view_;
   std::shared_ptr<PlanPool> plans_;
+  uint32_t num_plans_ = 0;  // that took memory; the serial of the last
   std::shared_ptr<BlockPool> buffers_;
   PeerRegion staging_;
   CudaBuffer<std::byte> packed_;  // what copy engines carry to the peers, if they may

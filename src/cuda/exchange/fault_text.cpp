@@ -140,6 +140,11 @@ std::string problem_text(
       );
     case FaultKind::kOldPlan:
       return "ranks were lost or came back since the plan was made (make it again)";
+    case FaultKind::kOtherPlan:
+      return fault.seen == 0 ? "the plan was never made (its call was given up, or is in a graph "
+                               "that was not replayed)"
+                             : "another plan lies in the memory of this one (the graph that makes "
+                               "it has not been replayed since a graph that shares its memory)";
     case FaultKind::kOldGraph:
       return "a replayed graph was captured before a lost rank came back, whose memory has other "
              "addresses now (capture it again; with WEFT_GPU_TRANSPORT=vmm they stay)";

@@ -158,13 +158,15 @@ bool CudaExchange::do_peers_only_plan(uint32_t epoch) const {
 
 void CudaExchange::set_launched(cudaStream_t stream) {
   is_launched_ = true;
-  record_end(stream);
+  counters_.num_captured += record_end(stream) ? 0 : 1;
 }
 
-void CudaExchange::record_end(cudaStream_t stream) const {
-  if (!is_capturing(stream, context_)) {
-    WEFT_CUDA(context_, cudaEventRecord(own_->last_call.get(), stream));
+bool CudaExchange::record_end(cudaStream_t stream) const {
+  if (is_capturing(stream, context_)) {
+    return false;
   }
+  WEFT_CUDA(context_, cudaEventRecord(own_->last_call.get(), stream));
+  return true;
 }
 
 // Once this rank's part of the call has ended, in whatever stream it was replayed, and what is

@@ -319,16 +319,18 @@ struct CopiedLaunch {
 
 enum class FaultKind : uint32_t {
   kNone,
-  kTimeout,   // `peer` has not raised the signal
-  kMismatch,  // field `what` of the signature: `seen` at the peer, `wanted` here
-  kRefused,   // the peer's handshake says that it does not run the call
-  kBadIndex,  // topk_idx[token = seen, k = what] is `wanted`
-  kTooMany,   // a map's row `seen` has more than max_topk = `wanted` experts
-  kStranger,  // the peer's handshake has the stamp `seen`, this exchange has `wanted`
-  kUnmapped,  // the peer names its region `seen`, which is not mapped here
-  kGone,      // the peer has broken off and is calls ahead: its rows may be those of another call
-  kOldPlan,   // the plan is of LocalState::members `seen`, this call of `wanted`
-  kOldGraph,  // of a graph that was captured before a lost rank's new process had other addresses
+  kTimeout,    // `peer` has not raised the signal
+  kMismatch,   // field `what` of the signature: `seen` at the peer, `wanted` here
+  kRefused,    // the peer's handshake says that it does not run the call
+  kBadIndex,   // topk_idx[token = seen, k = what] is `wanted`
+  kTooMany,    // a map's row `seen` has more than max_topk = `wanted` experts
+  kStranger,   // the peer's handshake has the stamp `seen`, this exchange has `wanted`
+  kUnmapped,   // the peer names its region `seen`, which is not mapped here
+  kGone,       // the peer has broken off and is calls ahead: its rows may be those of another call
+  kOldPlan,    // the plan is of LocalState::members `seen`, this call of `wanted`
+  kOtherPlan,  // the plan's block holds the plan of serial `seen` (0: none), the call is by
+               // `wanted`
+  kOldGraph,   // of a graph that was captured before a lost rank's new process had other addresses
 };
 
 // The epoch from which an exchange counts. The low bits of stamps are numbers of exchanges, so that

@@ -34,6 +34,7 @@ struct PlanHeader {
   int32_t overflow = 0;
   int32_t short_rank = -1;  // first rank whose row budget is too small, -1 = none
   uint32_t members = 0;     // LocalState's
+  uint32_t serial = 0;      // PlanView's of the plan that the block holds, 0: none
   int64_t num_rows = 0;
   int64_t required_rows = 0;
   int64_t expert_stride = 0;  // resolved; 0 unless expert_strided
@@ -192,6 +193,9 @@ struct PlanMap {
 struct PlanView {
   std::byte* data = nullptr;
   PlanMap map;
+  // Number of the plan on this rank, from 1 on. A block serves one plan after another, and a replay
+  // writes a captured one again, so calls compare it with the header's.
+  uint32_t serial = 0;
 
   template <class T>
   [[nodiscard]] WEFT_HD T* at(uint64_t offset) const {

@@ -43,18 +43,19 @@ void Pool::add(const PeerRegion& region, uint64_t block_bytes) {
 }
 
 template <class Choose>
-std::shared_ptr<const Block> Pool::take_unused(const Choose& choose) {
-  const std::lock_guard lock(mutex_);
-  const auto chosen = choose(unused_);
-  if (chosen == unused_.end()) {
+std::shared_ptr<const Block> Pool::take_from(
+    std::vector<Block>& from, std::vector<Block>& to, const Choose& choose
+) {
+  const auto chosen = choose(from);
+  if (chosen == from.end()) {
     return nullptr;
   }
   const auto* block = new Block(*chosen);
-  unused_.erase(chosen);
+  from.erase(chosen);
   used_bytes_ += block->bytes;
-  return {block, [pool = shared_from_this()](const Block* taken) {
+  return {block, [pool = shared_from_this(), &to](const Block* taken) {
             const std::lock_guard inner(pool->mutex_);
-            pool->unused_.push_back(*taken);
+            to.push_back(*taken);
             pool->used_bytes_ -= taken->bytes;
             delete taken;
           }};
@@ -71,6 +72,9 @@ uint64_t Pool::unused_bytes() const {
   for (const Block& block : unused_) {
     bytes += block.bytes;
   }
+  for (const Block& block : in_graphs_) {
+    bytes += block.bytes;
+  }
   return bytes;
 }
 
@@ -85,8 +89,11 @@ std::shared_ptr<const Block> BlockPool::take(uint64_t bytes) {
     return best;
   };
   for (;;) {
-    if (auto block = take_unused(best_of)) {
-      return block;
+    {
+      const std::lock_guard lock(mutex_);
+      if (auto block = take_from(unused_, unused_, best_of)) {
+        return block;
+      }
     }
     const bool is_shared = bytes <= kLargestShared;
     const uint64_t piece = std::bit_ceil(std::max(bytes, kSmallestShared));
@@ -142,7 +149,7 @@ void PlanPool::look_ahead() {
   uint64_t more = 0;
   {
     const std::lock_guard lock(mutex_);
-    const uint64_t all = unused_.size() + used_bytes_ / plan_bytes_;
+    const uint64_t all = unused_.size() + in_graphs_.size() + used_bytes_ / plan_bytes_;
     if (coming_ || !may_look_ahead_ || unused_.size() > all / 4) {
       return;
     }
@@ -156,10 +163,16 @@ void PlanPool::look_ahead() {
   }
 }
 
-std::shared_ptr<const Block> PlanPool::take() {
-  return take_unused([](std::vector<Block>& unused) {
-    return unused.empty() ? unused.end() : std::prev(unused.end());
-  });
+std::shared_ptr<const Block> PlanPool::take(bool is_captured) {
+  const auto last_of = [](std::vector<Block>& blocks) {
+    return blocks.empty() ? blocks.end() : std::prev(blocks.end());
+  };
+  const std::lock_guard lock(mutex_);
+  if (!is_captured) {
+    return take_from(unused_, unused_, last_of);
+  }
+  auto block = take_from(in_graphs_, in_graphs_, last_of);
+  return block ? block : take_from(unused_, in_graphs_, last_of);
 }
 
 }  // namespace weft

@@ -33,15 +33,18 @@ class Pool : public std::enable_shared_from_this<Pool> {
  protected:
   // The region, cut into blocks of so many bytes, belongs to the pool.
   void add(const PeerRegion& region, uint64_t block_bytes);
-  // The unused block to which choose(unused blocks) points; null if that is their end. It goes back
-  // when the last copy of the pointer does, from any thread.
+  // The block of `from` to which choose(from) points; null if that is their end. It goes back to
+  // `to` when the last copy of the pointer does, from any thread. mutex_ is held.
   template <class Choose>
-  [[nodiscard]] std::shared_ptr<const Block> take_unused(const Choose& choose);
+  [[nodiscard]] std::shared_ptr<const Block> take_from(
+      std::vector<Block>& from, std::vector<Block>& to, const Choose& choose
+  );
 
   std::shared_ptr<PeerMemory> memory_;
   mutable std::mutex mutex_;  // guards what follows
   std::vector<PeerRegion> regions_;
   std::vector<Block> unused_;
+  std::vector<Block> in_graphs_;  // not held on the host, but graphs may write to them
   uint64_t used_bytes_ = 0;
 };
 
@@ -55,7 +58,8 @@ class BlockPool : public Pool {
   void release_unused();
 };
 
-// Memory of the plans of an exchange, which have one size.
+// Memory of the plans of an exchange, which have one size. A block that a captured call took is
+// written again by every replay, whatever the host holds, so only captured calls take it again.
 class PlanPool : public Pool {
  public:
   PlanPool(std::shared_ptr<PeerMemory> memory, uint64_t plan_bytes)
@@ -68,8 +72,8 @@ class PlanPool : public Pool {
   // peers map it. Never waits for them: one that is ahead may not map before its kernels end, and
   // those wait for this rank's next call.
   void look_ahead();
-  // Null if all are in use.
-  [[nodiscard]] std::shared_ptr<const Block> take();
+  // Null if all are in use. `is_captured`: for a call inside a capture.
+  [[nodiscard]] std::shared_ptr<const Block> take(bool is_captured);
 
  private:
   uint64_t plan_bytes_;

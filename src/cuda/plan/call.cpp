@@ -39,8 +39,10 @@ class CudaPlan final : public DevicePlan {
     int gpu;
     uint64_t exchange_id;
     PlanShape shape;
+    uint32_t serial;
   };
-  explicit CudaPlan(Made made) : made_(std::move(made)), view_{made_.block->data, made_.map} {}
+  explicit CudaPlan(Made made)
+      : made_(std::move(made)), view_{made_.block->data, made_.map, made_.serial} {}
 
   [[nodiscard]] const PlanView& view() const { return view_; }
 
@@ -249,7 +251,7 @@ PeerAddress CudaExchange::take_plan(PlanData& data, cudaStream_t stream) {
   if (!is_captured) {
     plans_->look_ahead();
   }
-  auto block = plans_->take();
+  auto block = plans_->take(is_captured);
   if (!block) {
     WEFT_CHECK(
         context_,
@@ -259,13 +261,13 @@ PeerAddress CudaExchange::take_plan(PlanData& data, cudaStream_t stream) {
         "before it)"
     );
     add_plans(kMorePlans);
-    block = plans_->take();
+    block = plans_->take(is_captured);
   }
   data.exchange_id = id_;
   const int gpu = settings_.device.index;
   const PlanMap map = plan_map(data.shape.options.balance.replicas);
-  data.device =
-      std::make_shared<CudaPlan>(CudaPlan::Made{block, own_, view_, map, gpu, id_, data.shape});
+  data.device = std::make_shared<CudaPlan>(CudaPlan::Made{
+      block, own_, view_, map, gpu, id_, data.shape, ++num_plans_});
   return block->address;
 }
 

@@ -178,6 +178,16 @@ class BlockReader {
   size_t topk_;
 };
 
+// A copied block holds the plan itself. Throws Error (kInvalidArgument).
+void check_serial(const PlanView& on_host, const PlanView& plan, const Context& context) {
+  WEFT_CHECK_ARG(
+      context,
+      on_host.header()->serial == plan.serial || on_host.header()->serial == 0,
+      "plan: another plan lies in its memory (the graph that makes it has not been replayed since "
+      "a graph that shares its memory)"
+  );
+}
+
 }  // namespace
 
 void read_output_shape(const PlanView& block, PlanData& data) {
@@ -214,6 +224,7 @@ std::optional<PlanData> download_shape(
   if (on_host.header()->epoch == 0) {
     return std::nullopt;
   }
+  check_serial(on_host, plan, context);
   PlanData data;
   data.shape = shape;
   read_output_shape(on_host, data);
@@ -239,6 +250,7 @@ PlanData download_plan(
       "plan: the arrival records of some rank have not come (waited {:.1f} s at most)",
       static_cast<double>(me.timeout_ns) * 1e-9
   );
+  check_serial(on_host, plan, context);
   return BlockReader(on_host, shape, context).read();
 }
 

@@ -201,6 +201,7 @@ __device__ inline void write_shape(
     PlanHeader header;
     header.epoch = *shared.call;
     header.members = call.me.local->members;
+    header.serial = call.plan.serial;
     header.num_tokens = call.num_tokens;
     header.overflow = group.overflow ? 1 : 0;
     header.num_rows = num_rows;

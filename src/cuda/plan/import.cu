@@ -150,6 +150,7 @@ __device__ void write_counts(const ImportedPlanLaunch& call, const ImportedSetup
   if (threadIdx.x == 0) {
     PlanHeader header = *reinterpret_cast<const PlanHeader*>(call.image);
     header.epoch = setup.call;
+    header.serial = call.plan.serial;
     *call.plan.header() = header;
   }
 }

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from buffer_cases import Case, dispatch, gather
+from buffer_cases import LOW_LATENCY_TOKENS, NUM_MAX, Case, dispatch, gather
 
 import weft
 from weft.compat.deep_ep import Buffer, Config, EventOverlap
@@ -340,3 +340,26 @@ def going_on(rank, num_ranks, group):
 
 def test_normal_mode_goes_on_without_lost_ranks(ranks):
     ranks(going_on, 3)
+
+
+def decode_and_prefill(rank, num_ranks, group):
+    buffer = Buffer(group, 1 << 20, 1 << 20, low_latency_mode=True)
+    decode = Case(rank, group, 2 * num_ranks, 2, LOW_LATENCY_TOKENS, distinct=True)
+    prefill = Case(rank, group, 2 * num_ranks, 2, (40, 3))
+
+    def exchange_of_decode():
+        rows, _, handle, *_ = buffer.low_latency_dispatch(
+            decode.x, decode.idx, NUM_MAX, decode.num_experts, use_fp8=False
+        )
+        buffer.low_latency_combine(rows, decode.idx, decode.weights, handle)
+        return handle.plan.exchange
+
+    first = weakref.ref(exchange_of_decode())
+    for _ in range(2):
+        check_round(buffer, prefill)
+        assert exchange_of_decode() is first()
+    assert first().max_tokens == NUM_MAX
+
+
+def test_one_buffer_serves_decode_and_prefill_by_an_exchange_each(ranks):
+    ranks(decode_and_prefill, 2)

@@ -59,7 +59,7 @@ class CallsAtOnce:
         try:
             runtime = self.runtime
             pool, hosts = runtime.exchanges, runtime.hosts
-            exchange = pool.planned
+            exchange = pool.planned.get(False)
             if exchange is None or hosts.are_several or self.enable_shrink:
                 return None
             stream = runtime.stream.current(exchange.gpu)

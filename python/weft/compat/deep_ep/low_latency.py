@@ -178,7 +178,7 @@ class LowLatencyMode:
                 return None
             runtime = self._runtime()
             pool, stream, work = runtime.exchanges, runtime.stream, None
-            exchange = pool.planned
+            exchange = pool.planned.get(True)
             if exchange is None or not self._is_plain(exchange, async_finish, return_recv_hook):
                 return None
             given = (tensors, (num_max, num_experts, self._block_ranks(num_experts)), formats)

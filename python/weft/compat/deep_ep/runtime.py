@@ -36,14 +36,17 @@ TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are use
 MIN_TOKENS, MIN_TOPK = 4096, 8  # that an exchange starts with room for
 
 Key = tuple[int, int, torch.device]  # of an exchange: hidden size, number of experts, device
-_Kind = tuple[int, int, torch.device, bool]  # the same, and whether it goes on without lost ranks
+# The same, whether it goes on without lost ranks, and whether it is for calls of few tokens.
+_Kind = tuple[int, int, torch.device, bool, bool]
 
 
 class ExchangePool:
     """One exchange for each hidden size, number of experts and device, of one group.
 
-    All ranks ask in the same order. A plan keeps the exchange that made it, so one that is
-    replaced by a larger one serves its plans to the end.
+    Low-latency calls have an exchange apart from normal ones, as theirs has room for few tokens
+    only, which takes fewer launches; one buffer may serve both kinds in turn. All ranks ask in
+    the same order. A plan keeps the exchange that made it, so one that is replaced by a larger
+    one serves its plans to the end. One whose calls a CUDA graph holds lives until `close`.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class ExchangePool:
         host, for calls `with_masks` only, as `Steps` explains."""
         self.group = group
         self.last: Exchange | None = None  # that a call was made on
-        self.planned: Exchange | None = None  # what `get` gave the last `Call` that plans
+        # What `get` gave the last `Call` that plans, by its with_masks.
+        self.planned: dict[bool, Exchange] = {}
         self.lost: tuple[int, ...] = ()  # the same on all ranks that are left
         self.lost_on_gpus: tuple[int, ...] = ()  # of these
         self._on_loss = on_loss
         self._timeout = timeout
         self._exchanges: dict[_Kind, Exchange] = {}
+        self._in_graphs: list[Exchange] = []  # replaced by larger ones
         self._agreed: set[int] = set()  # most tokens that all ranks were asked about
         self._lock = threading.Lock()  # forward and backward run on different threads
 
@@ -80,14 +85,16 @@ class ExchangePool:
         most: the caller's num_max_tokens_per_rank. Collective at the first call with it, too, but
         inside of a capture; BadCall on all ranks where they have different ones.
 
-        with_masks: ranks that are lost are no error of the call.
+        with_masks: for a low-latency call. Ranks that are lost are no error of it.
 
         max_tokens and a number for max_topk are the same on all ranks. A function for max_topk
         may return another number on each rank; it is asked at the first call only, and an
         exchange grows by itself later.
         """
         goes_on = self.can_lose(key[2], with_masks)
-        kind = (*key, goes_on)
+        # One that goes on serves all calls on CPUs: after a loss no other can be made.
+        is_apart = with_masks and not (goes_on and key[2].type == "cpu")
+        kind = (*key, goes_on, is_apart)
         old = self._exchanges.get(kind)  # mostly one that is enough: that needs no lock
         is_known = most is None or most in self._agreed or self._is_capturing(key)
         if old is not None and old.max_tokens >= max_tokens and is_known:
@@ -135,6 +142,8 @@ class ExchangePool:
                 timeout=self._timeout,
                 **(self._loss_options(device, steps) if goes_on else {}),
             )
+            if old is not None and old.is_in_graphs:
+                self._in_graphs.append(old)
             self._exchanges[kind] = new
             steps.are_of(new)
             return new
@@ -236,12 +245,17 @@ class ExchangePool:
             for exchange in self._exchanges.values():
                 exchange.close()
             self._exchanges.clear()
-            self.last = self.planned = None
+            for exchange in self._in_graphs:
+                exchange.close()
+            self._in_graphs.clear()
+            self.last = None
+            self.planned.clear()
 
     def footprint(self) -> dict[str, int]:
         """Bytes that the exchanges hold, summed: the numbers of `Exchange.footprint`."""
         with self._lock:
-            found = [exchange.footprint() for exchange in self._exchanges.values()]
+            held = [*self._exchanges.values(), *self._in_graphs]
+            found = [exchange.footprint() for exchange in held]
         return {name: sum(one[name] for one in found) for name in found[0]} if found else {}
 
 
@@ -291,7 +305,7 @@ class Call:
         """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
         verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
         self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options, most, with_masks)
-        self._pool.planned = self.exchange
+        self._pool.planned[with_masks] = self.exchange
         self._verb, self._begun, self.options = verb, _core.num_told(), options
         return self.exchange
 

@@ -315,7 +315,7 @@ class HybridEPBuffer:
         name, told, exchange = "dispatch_with_permute", _core.num_told(), None
         try:
             pool, settings = self.runtime, self._settings
-            exchange = pool.planned
+            exchange = pool.planned.get(False)
             if exchange is None or exchange.max_tokens < settings.max_num_of_tokens_per_rank:
                 return None
             hidden, topk_idx, topk_weights, routing_map, _ = tensors
