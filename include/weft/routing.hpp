@@ -51,8 +51,8 @@ struct SpreadRouting {
 // Local, no call of an exchange: the map of topk_idx [num_tokens, any], int64 or int32, and their
 // weights (fp32 like topk_idx; given with SpreadRouting::weights) in the columns of their experts,
 // 0 elsewhere. Values outside [0, map.cols) are skipped; of an expert that a token has several
-// times the last weight counts. Memory and stream as for `count_routing`. Throws Error
-// (kInvalidArgument, kCuda).
+// times the weights are added up in the order of its choices. Memory and stream as for
+// `count_routing`. Throws Error (kInvalidArgument, kCuda).
 void spread_routing(
     const ConstTensor& topk_idx,
     const ConstTensor& weights,

@@ -50,10 +50,11 @@ void spread_on_cpu(const SpreadLaunch& call) {
       continue;
     }
     const int64_t place = at / call.topk * call.num_experts + expert;
-    call.map[place] = 1;
-    if (call.spread != nullptr) {
-      call.spread[place] = call.weights[at];
+    if (call.spread != nullptr) {  // a weight as it is, then sums in the order of the choices
+      const float weight = call.weights[at];
+      call.spread[place] = call.map[place] == 0 ? weight : call.spread[place] + weight;
     }
+    call.map[place] = 1;
   }
 }
 

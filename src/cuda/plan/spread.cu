@@ -30,6 +30,17 @@ __device__ void clear(void* row, int64_t bytes, uint32_t lane) {
   }
 }
 
+// One warp. The sum and the weights of the lanes `others`, in their order, as a CPU adds them.
+__device__ float sum_of_repeats(float sum, float weight, uint32_t others) {
+  while (__any_sync(kAllLanes, static_cast<int>(others != 0)) != 0) {
+    const int from = others != 0 ? __ffs(static_cast<int>(others)) - 1 : 0;
+    const float next = __shfl_sync(kAllLanes, weight, from);
+    sum = others != 0 ? __fadd_rn(sum, next) : sum;
+    others &= others - 1;  // 0 stays 0
+  }
+  return sum;
+}
+
 __global__ void __launch_bounds__(kThreads)
     spread_routing_kernel(const __grid_constant__ SpreadLaunch call) {
   const auto lane = static_cast<uint32_t>(threadIdx.x) % kWarpLanes;
@@ -50,11 +61,18 @@ __global__ void __launch_bounds__(kThreads)
       const bool is_route = given >= 0 && given < call.num_experts;
       const int32_t expert = is_route ? static_cast<int32_t>(given) : -1;
       const uint32_t same = __match_any_sync(kAllLanes, expert);
-      if (is_route && (same >> lane) == 1) {  // the last of them
-        map[expert] = 1;
-        if (spread != nullptr) {
-          spread[expert] = call.weights[at];
+      const bool is_first = is_route && (same & ((1U << lane) - 1)) == 0;
+      if (spread != nullptr) {
+        const float weight = is_route ? call.weights[at] : 0.0F;
+        const bool has_begun = is_first && base > 0 && map[expert] != 0;
+        const float sum = has_begun ? __fadd_rn(spread[expert], weight) : weight;
+        const float all = sum_of_repeats(sum, weight, is_first ? same & ~(1U << lane) : 0);
+        if (is_first) {
+          spread[expert] = all;
         }
+      }
+      if (is_first) {
+        map[expert] = 1;
       }
       __syncwarp();
     }

@@ -55,8 +55,8 @@ class SpreadRoutingTest : public ::testing::Test {
 TEST_F(SpreadRoutingTest, PutsChoicesIntoTheColumnsOfTheirExperts) {
   spread_routing(matrix(std::as_const(topk_idx_).data(), kTokens, kTopk), weights(), out());
   EXPECT_EQ(map_, wanted_map_);
-  const std::array<float, kTokens * kExperts> wanted{2, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 9, 11, 12, 0};
-  EXPECT_EQ(spread_, wanted) << "the last weight of an expert counts";
+  const std::array<float, kTokens * kExperts> wanted{2, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 9, 11, 12, 0};
+  EXPECT_EQ(spread_, wanted) << "the weights of an expert add up";
 }
 
 TEST_F(SpreadRoutingTest, TakesIndicesOf32BitsAndNoWeights) {

@@ -120,22 +120,22 @@ def test_a_rank_that_receives_nothing(ranks):
 
 
 def by_indices(rank, num_ranks, group):
-    """topk_idx with -1 anywhere and the same expert twice gives what its map gives."""
+    """topk_idx with -1 anywhere and the same expert twice, whose weights add up, gives what its map
+    gives."""
     gen = torch.Generator().manual_seed(rank)
     case = Case(rank, num_ranks, group, (8, 5, 0), dtype=torch.float32)
     num_tokens = case.hidden.size(0)
     idx = torch.randint(-1, case.experts, (num_tokens, 3), generator=gen)
     idx[: num_tokens // 2, 2] = -1
+    idx[:1] = rank  # three times
     weights = torch.rand(num_tokens, 3, generator=gen)
     case.map.zero_()
     case.probs.zero_()
     for t in range(num_tokens):
         for k in range(3):
             if idx[t, k] >= 0:
-                if case.map[t, idx[t, k]]:  # of equal choices one weight is taken: make them equal
-                    weights[t, k] = case.probs[t, idx[t, k]]
                 case.map[t, idx[t, k]] = True
-                case.probs[t, idx[t, k]] = weights[t, k]
+                case.probs[t, idx[t, k]] += weights[t, k]
     case.gather()
     buffer = buffer_of(group, case)
     want_rows, want_probs, _, counts, _ = case.permuted(4)
