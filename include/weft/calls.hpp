@@ -55,9 +55,12 @@ struct CallOptions {
 enum class Quantise : uint8_t { kNone, kE4M3, kE5M2, kMxfp8, kNvfp4 };
 inline constexpr int kQuantiseGroup = 128;
 
-// What the scale of a group of FP8 is; kNvfp4 knows kExact and kUe8m0, kMxfp8 kExact alone.
+// What the scale of a group of FP8 is; kNvfp4 knows kExact and kUe8m0, kMxfp8 kExact alone. An
+// element is multiplied by the largest FP8 number divided by the largest magnitude (by one over the
+// scale, if that is a power of two), rounded to fp32 both times, and then to FP8.
 enum class ScaleRule : uint8_t {
-  kExact,       // its largest magnitude divided by the largest FP8 number; 1 for a group of zeros
+  kExact,       // its largest magnitude, at least 2^-110, times one over the largest FP8 number,
+                // rounded to fp32 both times; 1 for a group of zeros
   kClamped,     // the same, of a largest magnitude of at least 1e-4
   kPowerOfTwo,  // kClamped's, rounded up to a power of two
   kUe8m0,       // kPowerOfTwo's, as its exponent + 127 in a byte

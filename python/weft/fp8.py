@@ -14,20 +14,23 @@ _MANTISSA_BITS = 23
 
 
 def to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
-    """x [T, H] -> float8_e4m3fn [T, H] and float32 [T, H / 128]: x is about their product.
+    """x [T, H] -> float8_e4m3fn [T, H] and float32 [T, H / 128]: x is about their product, with
+    the bits of dispatch with `scale_rule="clamped"`, or with round_scale "power_of_two".
 
     The factor is max(largest magnitude, 1e-4) / 448; round_scale rounds it up to a power of two.
     """
     groups = x.float().unflatten(1, (-1, GROUP))
     amax = groups.abs().amax(2).clamp(min=_SMALLEST_AMAX)
-    # The divisor is a tensor: by a number torch divides exactly on CPUs, but on GPUs it multiplies
-    # by the rounded reciprocal.
-    scales = amax / amax.new_full((), _LARGEST)
+    # Both operands of a quotient are tensors: torch takes a number's reciprocal, on some devices.
+    largest = amax.new_full((), _LARGEST)
+    scales = amax * (torch.ones_like(largest) / largest)
+    factors = largest / amax
     if round_scale:
         # These numbers are positive and normal: any mantissa bit carries into the exponent.
         mantissa = (1 << _MANTISSA_BITS) - 1
         scales = ((scales.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
-    rows = (groups / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)
+        factors = scales.reciprocal()
+    rows = (groups * factors.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)
     return rows, scales
 
 

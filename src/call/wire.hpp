@@ -40,8 +40,8 @@ WEFT_HD constexpr float wire_scale(uint32_t largest) {
   if (largest >= kInfinity) {
     return std::bit_cast<float>(kQuietNan);
   }
-  const float scale = scale_of(std::bit_cast<float>(largest), Quantise::kE4M3, ScaleRule::kExact);
-  return scale < kLeast ? kLeast : scale;
+  const float scale = std::bit_cast<float>(largest) / largest_fp8(Quantise::kE4M3);
+  return largest == 0 ? 1.0F : scale < kLeast ? kLeast : scale;
 }
 
 // --- kLogFmt10: the bits of a magnitude, as an integer, are its logarithm ---

@@ -29,12 +29,23 @@ inline int exponent_above(float value) {
   return std::frexp(value, &exponent) == 0.5F ? exponent - 1 : exponent;
 }
 
-inline float group_scale(float largest, float last, ScaleRule rule) {
-  if (rule == ScaleRule::kExact) {
-    return largest > 0 ? largest / last : 1;
+struct GroupScale {
+  float stored;
+  float factor;  // of elements before they are rounded
+};
+
+inline GroupScale group_scale(float largest, float last, ScaleRule rule) {
+  const bool is_exact = rule == ScaleRule::kExact;
+  if (is_exact && !(largest > 0)) {
+    return {1, 1};
   }
-  const float scale = std::max(largest, 1e-4F) / last;
-  return rule == ScaleRule::kClamped ? scale : std::ldexp(1.0F, exponent_above(scale));
+  const float counted = std::max(largest, is_exact ? std::ldexp(1.0F, -110) : 1e-4F);
+  const float scale = counted * (1 / last);
+  if (is_exact || rule == ScaleRule::kClamped) {
+    return {scale, last / counted};
+  }
+  const int exponent = exponent_above(scale);
+  return {std::ldexp(1.0F, exponent), std::ldexp(1.0F, -exponent)};
 }
 
 // One group after the other.
@@ -68,14 +79,14 @@ class GroupStore {
  private:
   void add_fp8(size_t group, std::span<const float> values, float largest) {
     const float last = fp8_to_float(num_finite_fp8(kind_) - 1, kind_);
-    const float scale = group_scale(largest, last, rule_);
+    const GroupScale scale = group_scale(largest, last, rule_);
     if (rule_ == ScaleRule::kUe8m0) {
-      scales_.as<uint8_t>()[group] = static_cast<uint8_t>(exponent_above(scale) + 127);
+      scales_.as<uint8_t>()[group] = static_cast<uint8_t>(exponent_above(scale.stored) + 127);
     } else {
-      scales_.as<float>()[group] = scale;
+      scales_.as<float>()[group] = scale.stored;
     }
     for (size_t i = 0; i < values.size(); ++i) {
-      rows_[group * values.size() + i] = nearest_fp8(values[i] / scale, kind_);
+      rows_[group * values.size() + i] = nearest_fp8(values[i] * scale.factor, kind_);
     }
   }
 

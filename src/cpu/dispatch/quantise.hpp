@@ -31,15 +31,15 @@ inline void quantise_fp8(const QuantisedGroup& group, const DispatchInput& in) {
   for (const uint16_t x : group.x) {
     largest = std::fmax(largest, std::fabs(bf16_to_float(x)));
   }
-  const float scale = scale_of(largest, in.quantise, in.scale_rule);
+  const Fp8Scale scale = fp8_scale(largest, in.quantise, in.scale_rule);
   const Fp8Format& format = in.quantise == Quantise::kE4M3 ? kFp8E4M3 : kFp8E5M2;
   for (size_t i = 0; i < group.x.size(); ++i) {
-    group.row[i] = std::byte{float_to_fp8(bf16_to_float(group.x[i]) / scale, format)};
+    group.row[i] = std::byte{float_to_fp8(bf16_to_float(group.x[i]) * scale.factor, format)};
   }
   if (in.scale_rule == ScaleRule::kUe8m0) {
-    *group.scale = static_cast<std::byte>(ue8m0_of(scale));
+    *group.scale = static_cast<std::byte>(ue8m0_of(scale.stored));
   } else {
-    std::memcpy(group.scale, &scale, sizeof(float));
+    std::memcpy(group.scale, &scale.stored, sizeof(float));
   }
 }
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ uint64_t pack_fp8(const LaneValues& values, const Qua
 
 class Fp8Rows {
  public:
-  using Scale = float;
+  using Scale = Fp8Scale;
   static constexpr int kGroup = kQuantiseGroup;
 
   __device__ explicit Fp8Rows(const DispatchLaunch& call) : payload_(call.payload) {}
@@ -65,29 +65,27 @@ class Fp8Rows {
   [[nodiscard]] static __device__ __forceinline__ float larger(float a, float b) {
     return fmaxf(a, fabsf(b));
   }
-  [[nodiscard]] __device__ __forceinline__ float scale(float largest) const {
-    return scale_of(largest, payload_.quantise, payload_.scale_rule);
+  [[nodiscard]] __device__ __forceinline__ Fp8Scale scale(float largest) const {
+    return fp8_scale(largest, payload_.quantise, payload_.scale_rule);
   }
   // The common case executes few instructions: where there are few rows, to fetch them takes most
   // of the time.
   [[nodiscard]] __device__ __forceinline__ uint64_t
-  pack(const LaneValues& values, float scale) const {
-    const Divisor divisor(scale);
-    const auto quotient = [&](float value) { return value / scale; };
+  pack(const LaneValues& values, const Fp8Scale& scale) const {
+    const auto product = [&](float value) { return product_of(value, scale.factor); };
     if (payload_.quantise == Quantise::kE5M2) [[unlikely]] {
-      return pack_fp8<__NV_E5M2>(values, quotient);
+      return pack_fp8<__NV_E5M2>(values, product);
     }
-    if (!divisor.has_product()) [[unlikely]] {
-      return pack_fp8<__NV_E4M3>(values, quotient);
-    }
-    return pack_fp8<__NV_E4M3>(values, [&](float value) { return divisor.product(value); });
+    return pack_fp8<__NV_E4M3>(values, product);
   }
   // Of the group whose first lane this is.
-  __device__ __forceinline__ void store_scale(std::byte* target, int32_t group, float scale) const {
+  __device__ __forceinline__ void store_scale(
+      std::byte* target, int32_t group, const Fp8Scale& scale
+  ) const {
     if (payload_.scale_rule == ScaleRule::kUe8m0) {
-      reinterpret_cast<uint8_t*>(target)[group] = ue8m0_of(scale);
+      reinterpret_cast<uint8_t*>(target)[group] = ue8m0_of(scale.stored);
     } else {
-      reinterpret_cast<float*>(target)[group] = scale;
+      reinterpret_cast<float*>(target)[group] = scale.stored;
     }
   }
 

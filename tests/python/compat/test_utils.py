@@ -59,8 +59,11 @@ def test_fp8_and_back(hidden):
             assert float(scales[token, group]) == pytest.approx(max(float(largest), 1e-4) / 448)
     padded = torch.nn.functional.pad(x.float(), (0, -hidden % 128)).view(5, -1, 128)
     largest = padded.abs().amax(2, keepdim=True).clamp(1e-4)
-    multiplied = (padded * (448 / largest)).to(torch.float8_e4m3fn).view(5, -1)[:, :hidden]
+    # A tensor divided by a tensor: torch multiplies 448 by the rounded reciprocal of a tensor.
+    factor = torch.full_like(largest, 448) / largest
+    multiplied = (padded * factor).to(torch.float8_e4m3fn).view(5, -1)[:, :hidden]
     assert torch.equal(rows.view(torch.uint8), multiplied.view(torch.uint8))
+    assert torch.equal(scales, largest.squeeze(2) * (torch.ones(1) / 448))
     back = math.per_token_cast_back(rows, scales)
     assert back.dtype == torch.bfloat16 and back.shape == x.shape
     torch.testing.assert_close(back, x, rtol=1 / 14, atol=1e-3)

@@ -17,9 +17,10 @@ def as_fp8(x, kind):
     """What is stored of bf16 rows [T, H]: FP8 [T, H], float32 [T, H / 128]."""
     dtype, largest = KINDS[kind]
     groups = x.float().unflatten(1, (-1, 128))
-    amax = groups.abs().amax(2)
-    scales = torch.where(amax == 0, 1, amax / torch.tensor(largest, dtype=torch.float32))
-    return (groups / scales.unsqueeze(2)).flatten(1).to(dtype), scales
+    amax, largest = groups.abs().amax(2), torch.tensor(largest, dtype=torch.float32)
+    scales = torch.where(amax == 0, 1, amax * (torch.tensor(1.0) / largest))
+    factors = torch.where(amax == 0, 1, largest / amax)
+    return (groups * factors.unsqueeze(2)).flatten(1).to(dtype), scales
 
 
 def quantised(rank, num_ranks, group, kind, layout):

@@ -27,48 +27,74 @@ float magnitude(uint32_t bf16) {
   return bf16_to_float(static_cast<uint16_t>(bf16));
 }
 
-TEST(ScaleTest, IsExactlyWhatMakesTheLargestFit) {
-  EXPECT_EQ(scale_of(448, Quantise::kE4M3, ScaleRule::kExact), 1.0F);
-  EXPECT_EQ(scale_of(3, Quantise::kE4M3, ScaleRule::kExact), 3.0F / 448);
-  EXPECT_EQ(scale_of(3, Quantise::kE5M2, ScaleRule::kExact), 3.0F / 57344);
-  EXPECT_EQ(scale_of(1e-30F, Quantise::kE4M3, ScaleRule::kExact), 1e-30F / 448);
-  EXPECT_EQ(scale_of(0, Quantise::kE4M3, ScaleRule::kExact), 1.0F);
+TEST(ScaleTest, IsTheLargestMagnitudeTimesOneOverTheLargestNumber) {
+  for (const Quantise kind : {Quantise::kE4M3, Quantise::kE5M2}) {
+    const float last = largest_fp8(kind);
+    const float one_over_last = 1 / last;
+    for (const ScaleRule rule : {ScaleRule::kExact, ScaleRule::kClamped}) {
+      for (uint32_t mantissa = 128; mantissa < 256; ++mantissa) {
+        const auto largest = static_cast<float>(mantissa);
+        const Fp8Scale scale = fp8_scale(largest, kind, rule);
+        ASSERT_EQ(scale.stored, largest * one_over_last) << largest;
+        ASSERT_EQ(scale.factor, last / largest) << largest;
+      }
+    }
+  }
+  EXPECT_EQ(fp8_scale(1e-30F, Quantise::kE4M3, ScaleRule::kExact).stored, 1e-30F * (1 / 448.0F));
+  EXPECT_EQ(fp8_scale(0, Quantise::kE4M3, ScaleRule::kExact).stored, 1.0F);
+}
+
+TEST(ScaleTest, IsNormalAndSoIsTheFactorForEveryGroupOfNumbers) {
+  for (const Quantise kind : {Quantise::kE4M3, Quantise::kE5M2}) {
+    for (const ScaleRule rule :
+         {ScaleRule::kExact, ScaleRule::kClamped, ScaleRule::kPowerOfTwo, ScaleRule::kUe8m0}) {
+      for (uint32_t bits = 0; bits < 0x7f80; ++bits) {
+        const Fp8Scale scale = fp8_scale(magnitude(bits), kind, rule);
+        ASSERT_TRUE(std::isnormal(scale.stored)) << magnitude(bits);
+        ASSERT_TRUE(std::isnormal(scale.factor)) << magnitude(bits);
+        ASSERT_LE(magnitude(bits) * scale.factor, largest_fp8(kind) * (1 + 0x1p-22F));
+      }
+    }
+  }
 }
 
 TEST(ScaleTest, IsClampedBelowTenThousandth) {
   const auto scale = [](float largest) {
-    return scale_of(largest, Quantise::kE4M3, ScaleRule::kClamped);
+    return fp8_scale(largest, Quantise::kE4M3, ScaleRule::kClamped).stored;
   };
-  EXPECT_EQ(scale(3), 3.0F / 448);
-  EXPECT_EQ(scale(1e-4F), 1e-4F / 448);
-  EXPECT_EQ(scale(std::nextafterf(1e-4F, 1)), std::nextafterf(1e-4F, 1) / 448);
-  EXPECT_EQ(scale(1e-5F), 1e-4F / 448);
-  EXPECT_EQ(scale(0), 1e-4F / 448);
-  EXPECT_EQ(scale_of(0, Quantise::kE5M2, ScaleRule::kClamped), 1e-4F / 57344);
+  EXPECT_EQ(scale(3), 3 * (1 / 448.0F));
+  EXPECT_EQ(scale(1e-4F), 1e-4F * (1 / 448.0F));
+  EXPECT_EQ(scale(std::nextafterf(1e-4F, 1)), std::nextafterf(1e-4F, 1) * (1 / 448.0F));
+  EXPECT_EQ(scale(1e-5F), scale(1e-4F));
+  EXPECT_EQ(scale(0), scale(1e-4F));
+  EXPECT_EQ(fp8_scale(0, Quantise::kE5M2, ScaleRule::kClamped).stored, 1e-4F * (1 / 57344.0F));
 }
 
 TEST(ScaleTest, IsRoundedUpToAPowerOfTwo) {
+  const auto power = [](float largest, Quantise kind) {
+    const Fp8Scale scale = fp8_scale(largest, kind, ScaleRule::kPowerOfTwo);
+    EXPECT_EQ(scale.stored * scale.factor, 1);
+    return scale.stored;
+  };
   for (const Quantise kind : {Quantise::kE4M3, Quantise::kE5M2}) {
-    const auto scale = [&](float largest) {
-      return scale_of(largest, kind, ScaleRule::kPowerOfTwo);
-    };
+    const auto scale = [&](float largest) { return power(largest, kind); };
     const float last = largest_fp8(kind);
     EXPECT_EQ(scale(last), 1.0F);
-    EXPECT_EQ(scale(std::nextafterf(last, 0)), 1.0F);
-    EXPECT_EQ(scale(std::nextafterf(last, 2 * last)), 2.0F);
     EXPECT_EQ(scale(last / 2), 0.5F);
+    EXPECT_EQ(scale(last * 0.99F), 1.0F);
+    EXPECT_EQ(scale(last * 1.01F), 2.0F);
     EXPECT_EQ(scale(last * 0.625F), 1.0F);
     EXPECT_EQ(scale(0), scale(1e-4F));
   }
-  EXPECT_EQ(scale_of(0, Quantise::kE4M3, ScaleRule::kPowerOfTwo), 0x1p-22F);  // 2.2e-7 is above
-  EXPECT_EQ(scale_of(0, Quantise::kE5M2, ScaleRule::kPowerOfTwo), 0x1p-29F);  // 1.7e-9 is above
+  EXPECT_EQ(power(0, Quantise::kE4M3), 0x1p-22F);  // 2.2e-7 is above
+  EXPECT_EQ(power(0, Quantise::kE5M2), 0x1p-29F);  // 1.7e-9 is above
 }
 
 TEST(ScaleTest, IsAPowerOfTwoBeforeUe8m0StoresItsExponent) {
   const float most = std::numeric_limits<float>::max();
   for (const float largest : {0.0F, 1e-5F, 3.0F, 448.0F, 450.0F, most}) {
-    const float scale = scale_of(largest, Quantise::kE4M3, ScaleRule::kUe8m0);
-    EXPECT_EQ(scale, scale_of(largest, Quantise::kE4M3, ScaleRule::kPowerOfTwo));
+    const float scale = fp8_scale(largest, Quantise::kE4M3, ScaleRule::kUe8m0).stored;
+    EXPECT_EQ(scale, fp8_scale(largest, Quantise::kE4M3, ScaleRule::kPowerOfTwo).stored);
     EXPECT_EQ(std::ldexp(1.0F, ue8m0_of(scale) - 127), scale);
   }
   EXPECT_EQ(ue8m0_of(1), 127);
@@ -84,61 +110,6 @@ TEST(ScaleTest, TakesABytePerUe8m0AndFourElse) {
   EXPECT_EQ(bytes(ScaleRule::kExact), 4);
   EXPECT_EQ(bytes(ScaleRule::kClamped), 4);
   EXPECT_EQ(bytes(ScaleRule::kPowerOfTwo), 4);
-}
-
-// All pairs of mantissas: of a group's largest magnitude, and of a number down to 2^-19 of that.
-TEST(DivisorTest, GivesTheBitsOfDivision) {
-  for (const Quantise kind : {Quantise::kE4M3, Quantise::kE5M2}) {
-    for (const int exponent : {-50, 0, 20}) {
-      for (int mantissa = 128; mantissa < 256; ++mantissa) {
-        const auto largest = std::ldexp(static_cast<float>(mantissa), exponent);
-        const float scale = scale_of(largest, kind, ScaleRule::kExact);
-        const Divisor divisor(scale);
-        ASSERT_TRUE(divisor.has_product()) << scale;
-        for (int bits = 128; bits < 256; ++bits) {
-          for (int below = 0; below < 20; ++below) {
-            const auto value = std::ldexp(static_cast<float>(bits), exponent - below);
-            ASSERT_EQ(divisor.product(value), value / scale) << value << " / " << scale;
-            ASSERT_EQ(divisor.product(-value), -value / scale);
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST(DivisorTest, GivesTheBitsOfDivisionByTheLeastClampedScale) {
-  const float scale = scale_of(0, Quantise::kE4M3, ScaleRule::kClamped);
-  const Divisor divisor(scale);
-  for (float value = 0x1p-40F; value < 1e-4F; value = std::nextafter(value, 1.0F)) {
-    value = std::bit_cast<float>((std::bit_cast<uint32_t>(value) + 0xffffU) & 0xffff0000U);
-    ASSERT_EQ(divisor.product(value), value / scale) << value;
-  }
-}
-
-TEST(DivisorTest, KeepsTheSignOfZeroAndWhatIsNoNumber) {
-  const Divisor divisor(3.0F);
-  EXPECT_EQ(std::bit_cast<uint32_t>(divisor.product(0.0F)), 0U);
-  EXPECT_EQ(std::bit_cast<uint32_t>(divisor.product(-0.0F)), 1U << 31);
-  EXPECT_TRUE(std::isnan(divisor.product(std::numeric_limits<float>::quiet_NaN())));
-}
-
-// Smaller quotients are zero in FP8, and so are their products.
-TEST(DivisorTest, GivesZeroWhereDivisionDoes) {
-  const float scale = scale_of(0x1p-60F, Quantise::kE4M3, ScaleRule::kExact);
-  const Divisor divisor(scale);
-  ASSERT_TRUE(divisor.has_product());
-  for (float value = 0x1p-60F; value != 0; value /= 2) {
-    ASSERT_EQ(float_to_fp8(divisor.product(value), kFp8E4M3), float_to_fp8(value / scale, kFp8E4M3))
-        << value;
-  }
-}
-
-TEST(DivisorTest, KnowsWhichDivisorsItLeavesToDivision) {
-  const float infinity = std::numeric_limits<float>::infinity();
-  for (const float divisor : {0x1p-71F, 0x1p-149F, 0x1p71F, infinity, infinity - infinity}) {
-    EXPECT_FALSE(Divisor(divisor).has_product()) << divisor;
-  }
 }
 
 TEST(BlockScaleTest, FindsTheLargestMagnitudeOrNaN) {

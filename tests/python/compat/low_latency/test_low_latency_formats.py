@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What low-latency dispatches of `Buffer` make of rows on their way: FP8, MXFP8 and NVFP4."""
 
+import functools
+
 import pytest
 import torch
 from buffer_cases import NUM_MAX, check_handle, expected_rows, gather, low_latency_case
 
-from weft import block_formats
+from weft import block_formats, fp8
+from weft.compat.deep_ep.utils.math import per_token_cast_to_fp8
 
 
 def quantised(rank, num_ranks, group, round_scale, use_ue8m0):
@@ -38,6 +41,10 @@ def quantised(rank, num_ranks, group, round_scale, use_ue8m0):
         # e4m3 has three bits of mantissa, and steps of 2**-9 near zero.
         error, step = (back - rows).abs(), scales[expert, :used].unsqueeze(2) * 2**-9
         assert (error <= torch.maximum(rows.abs() / 16, step)).all()
+        helper = functools.partial(fp8.to_fp8, round_scale=True)
+        codes, stored = (helper if round_scale else per_token_cast_to_fp8)(rows.flatten(1))
+        assert torch.equal(recv[expert, :used].view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(scales[expert, :used], stored)
 
 
 @pytest.mark.parametrize("round_scale, use_ue8m0", [(False, False), (True, False), (True, True)])
