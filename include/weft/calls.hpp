@@ -74,7 +74,8 @@ struct DispatchInput {
   Quantise quantise = Quantise::kNone;
   ScaleRule scale_rule = ScaleRule::kExact;  // with `quantise`
   // fp32 [1, 1], with kNvfp4 only; not given: 1. Usually 448 * 6 / the largest magnitude. Each rank
-  // has its own, but between domains of GPUs it is the same on all ranks.
+  // has its own, but between domains of GPUs it is the same on all ranks. What is not above 0, or
+  // not finite, is refused; on GPUs all scales are NaNs then, and the rank's next call is refused.
   ConstTensor global_scale = {};
 };
 
@@ -159,7 +160,8 @@ struct CombineInput {
       {};  // fp32, shaped like Routing::weights; kSourceWeights only, not with kRankMajor
   CombineScale scale = CombineScale::kNone;
   // int64 or int32, shaped like source_weights of a routing by topk_idx: a weight counts as zero
-  // where this is negative. Not between domains of GPUs.
+  // where this names no expert. Where it names another than the plan was made of, CPUs refuse the
+  // call; on GPUs the sum is NaN, and the rank's next call is refused. Not between domains of GPUs.
   ConstTensor source_idx = {};
   // Of all ranks or none, kExpertStrided only, not between domains of GPUs. A GPU waits for them on
   // CallOptions::num_sms multiprocessors, block by block where the call could be received later.

@@ -8,6 +8,8 @@ The last dimension is that of a row; there may be any others before it."""
 import torch
 from torch import Tensor
 
+from weft.errors import InvalidArgument
+
 MXFP8_GROUP = 32  # elements that share a scale
 NVFP4_GROUP = 16
 TILE_ROWS = 128  # of a tile of scales, which has four of a row
@@ -53,10 +55,15 @@ def from_nvfp4(rows: Tensor, scales: Tensor, global_scale: Tensor | float = 1.0)
 
 def to_nvfp4(x: Tensor, global_scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """x [.., H] -> uint8 [.., H / 2] and float8_e4m3fn [.., H / 16], with the bits of dispatch: a
-    scale is global_scale times a sixth of the largest magnitude."""
+    scale is global_scale times a sixth of the largest magnitude. Raises InvalidArgument for a
+    global_scale that is not above 0, or not finite; on a GPU scales are NaNs then."""
     groups = x.float().unflatten(-1, (-1, NVFP4_GROUP))
     amax = groups.abs().amax(-1)
-    given = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device).reshape(-1)[0]
+    given = torch.as_tensor(global_scale, dtype=torch.float32).reshape(-1)[0]
+    is_good = (given > 0) & given.isfinite()
+    if not given.is_cuda and not is_good:
+        raise InvalidArgument(f"global_scale = {float(given)} (expected more than 0, and finite)")
+    given = given.where(is_good, torch.nan).to(x.device)
     # The divisor is a tensor: by a number torch multiplies by the rounded reciprocal on GPUs.
     wanted = given * (amax / amax.new_full((), _LARGEST_FP4))
     scales = wanted.clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)

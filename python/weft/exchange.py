@@ -521,10 +521,12 @@ class Exchange(ExchangeBegin):
     ) -> Combined:
         """Collective. Without gradients; `weft.combine` has them and says what goes in and out.
 
-        source_idx, int64 or int32 like source_weights [T, K]: where it is negative, the weight
-        counts as zero. out: memory for the tokens, contiguous. ready: marks of rows that are still
-        being written, of all ranks or none; the call waits for them, on GPUs with num_sms
-        multiprocessors. blocks: rows are [El, stride, H], as of a dispatch with blocks.
+        source_idx, int64 or int32 like source_weights [T, K]: where it names no expert, the weight
+        counts as zero; where it names another than the plan was made of, a CPU's call is refused,
+        and a GPU's sum is NaN and its next call refused. out: memory for the tokens, contiguous.
+        ready: marks of rows that are still being written, of all ranks or none; the call waits for
+        them, on GPUs with num_sms multiprocessors. blocks: rows are [El, stride, H], as of a
+        dispatch with blocks.
 
         receives_later, of all ranks or none: with scale "source" on GPUs of one domain, for calls
         as short as those that `plan_and_dispatch` makes in one launch, the call only sends, without

@@ -13,6 +13,10 @@ namespace weft {
 
 inline constexpr float kLargestFp4 = 6;
 
+WEFT_HD constexpr bool is_global_scale(float scale) {
+  return scale > 0 && scale <= std::numeric_limits<float>::max();
+}
+
 // largest: by larger_magnitude() of a group. The factor is finite, so that a zero stays one.
 WEFT_HD inline BlockScale nvfp4_scale(float largest, float global_scale, ScaleRule rule) {
   constexpr float kMost = std::numeric_limits<float>::max();

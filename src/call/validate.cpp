@@ -5,6 +5,7 @@
 #include <limits>
 #include <string_view>
 
+#include "call/nvfp4.hpp"
 #include "call/payload.hpp"
 #include "call/quantise.hpp"
 #include "call/scale_layout.hpp"
@@ -236,6 +237,15 @@ void Validator::quantised(const PlanData& plan, const DispatchInput& in, const D
   );
   if (in.global_scale.is_given()) {
     check.tensor("global_scale", in.global_scale, {DType::kFloat32}, {1, 1});
+    if (in.global_scale.device.kind == Device::Kind::kCpu) {
+      const float scale = *reinterpret_cast<const float*>(in.global_scale.data);
+      WEFT_CHECK_ARG(
+          context,
+          is_global_scale(scale),
+          "dispatch: global_scale = {} (expected more than 0, and finite)",
+          scale
+      );
+    }
   }
   const DType dtype = format.scale_bytes == 1 ? DType::kByte : DType::kFloat32;
   const TensorShape shape = scales_shape(plan, out, config.hidden / format.group);

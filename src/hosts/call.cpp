@@ -135,7 +135,7 @@ void HostsExchange::settle() {
       node_->interrupt();
       network_->break_off(last_op_, error);
     }
-    const std::exception_ptr fault = refusal_of([&] { node_->check(); });  // says more
+    const std::exception_ptr fault = refusal_of([&] { node_->check_faults(); });  // says more
     network_->fail(fault ? fault : network_->cause_of(last_op_, error));
   } catch (...) {
     network_->fail(std::current_exception());

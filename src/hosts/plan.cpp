@@ -142,7 +142,7 @@ Plan HostsExchange::bring_plan(const Plan& host, cudaStream_t stream) {
     ));
   }
   wait_for(stream);
-  node_->check();  // the image is the next plan's
+  node_->check_faults();  // the image is the next plan's
   check_stopped();
   num_rounds_ += rounds.size();
   PlanData header = output_of(plan);

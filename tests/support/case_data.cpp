@@ -290,7 +290,13 @@ std::vector<RankCall> make_combine(const CaseData& data, RandomSource& random) {
       if (spec.skips_source_weights) {
         call.source_idx = Matrix(DType::kInt64, plan.num_tokens(), weight_cols);
         for (size_t i = 0; i < call.source_idx.num_elements(); ++i) {
-          call.source_idx.as<int64_t>()[i] = random.between(-5, 9);
+          const int32_t physical = contents_of(plan).route_expert[i];
+          const int64_t chosen = physical < 0 ? -1 : expert_of(contents_of(plan).shape, physical);
+          const int64_t none = random.between(-5, 9);  // what is not negative names no expert here
+          const bool is_left_out = none < 0 || none == 9;
+          call.source_idx.as<int64_t>()[i] = !is_left_out ? chosen
+                                             : none < 0   ? none
+                                                          : plan.num_experts() + none;
         }
       }
     }

@@ -27,21 +27,46 @@ bool reads_rows(const PlanData& plan, size_t peer, const CombineInput& in) {
                                             forwards_sums(plan) && rows_from(plan, peer) > 0);
 }
 
+// The expert that CombineInput::source_idx names for a route, -1: none.
+int64_t named_expert(const ConstTensor& source_idx, size_t route, const PlanShape& shape) {
+  const int64_t given = source_idx.dtype == DType::kInt64
+                            ? reinterpret_cast<const int64_t*>(source_idx.data)[route]
+                            : reinterpret_cast<const int32_t*>(source_idx.data)[route];
+  return given < shape.num_chosen_experts() ? std::max<int64_t>(given, -1) : -1;
+}
+
+// The experts that are named are those that the plan was made of, whose rows come back.
+void check_choices(const PlanData& plan, const ConstTensor& source_idx, const Context& context) {
+  const auto topk = static_cast<size_t>(source_idx.cols);
+  for (size_t route = 0; route < plan.route_expert.size(); ++route) {
+    const int64_t named = named_expert(source_idx, route, plan.shape);
+    const int32_t physical = plan.route_expert[route];
+    const int32_t chosen = physical < 0 ? -1 : expert_of(plan.shape, physical);
+    const bool is_lost = chosen < 0 && !plan.shape.lost.empty();  // perhaps; it has no rows
+    WEFT_CHECK_ARG(
+        context,
+        named < 0 || named == chosen || is_lost,
+        "combine: source_idx[{}, {}] = {} (the plan was made of {} there)",
+        route / topk,
+        route % topk,
+        named,
+        chosen
+    );
+  }
+}
+
 // What combine scales rows by: the weights as they were given, or less those that do not count,
 // which live as long as this.
 class CountedWeights {
  public:
-  explicit CountedWeights(const CombineInput& in) : in_(in) {
+  CountedWeights(const PlanData& plan, const CombineInput& in) : in_(in) {
     if (!in.source_idx.is_given()) {
       return;
     }
     const auto* given = reinterpret_cast<const float*>(in.source_weights.data);
-    const auto bytes = static_cast<size_t>(dtype_bytes(in.source_idx.dtype));
     kept_.assign(given, given + in.source_weights.rows * in.source_weights.cols);
     for (size_t i = 0; i < kept_.size(); ++i) {
-      // The sign of a number is in its last byte.
-      const std::byte last = in.source_idx.data[i * bytes + bytes - 1];
-      kept_[i] = (last & std::byte{0x80}) != std::byte{0} ? 0.0F : kept_[i];
+      kept_[i] = named_expert(in.source_idx, i, plan.shape) < 0 ? 0.0F : kept_[i];
     }
     in_.source_weights = matrix(kept_.data(), in.source_weights.rows, in.source_weights.cols);
   }
@@ -156,6 +181,9 @@ void CpuExchange::combine(
   const auto prepare = [&] {
     const PlanData& plan = surviving(handle);
     Validator{context_, settings_, id_}.combine(plan, in, out);
+    if (in.source_idx.is_given()) {
+      check_choices(contents_of(handle), in.source_idx, context_);
+    }
     Staging ready = staging_for(plan, in);
     reserve_staging(ready.num_bytes);
     return ready;
@@ -203,7 +231,7 @@ void CpuExchange::combine(
       }
     }
     import_targets(words);
-    const CountedWeights counted(in);
+    const CountedWeights counted(plan, in);
     run({cpu_rank(), call_number_, plan, words, to, ready, staging_.data}, counted.get(), out);
     ++counters_.num_combines;
     count_crossings(count_returned(plan), returned_row_bytes(in));

@@ -5,6 +5,7 @@
 // written (RowMarks), but for no other rank. The second waits for the ranks and adds a token's rows
 // with their weights, in the order and with the roundings of the one launch (reduce.cuh, sum.cuh).
 // Before: combine/call.cpp; after: the caller.
+#include "cuda/combine/choice.cuh"
 #include "cuda/combine/row_sum.cuh"
 #include "cuda/device/call_setup.cuh"
 #include "cuda/device/kernel.cuh"
@@ -145,9 +146,8 @@ __device__ void order_routes(const CombineLaunch& call, int token, OrderedRoutes
   const uint64_t key =
       slot >= 0 ? static_cast<uint64_t>(rank) << 32 | static_cast<uint32_t>(slot) : kNone;
   float scale = given_weight(call, call.source_weights, token);
-  if (call.source_idx != nullptr && lane < call.topk) {
-    const auto at = static_cast<size_t>(token) * static_cast<size_t>(call.topk) + lane;
-    scale = given_expert(call.source_idx, call.index_bytes, at) < 0 ? 0.0F : scale;
+  if (lane < call.topk) {
+    scale = counted_weight(call, token, lane, scale);
   }
   int place = 0;
   for (int other = 0; other < call.topk; ++other) {

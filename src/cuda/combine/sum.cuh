@@ -6,6 +6,7 @@
 // caller.
 #pragma once
 
+#include "cuda/combine/choice.cuh"
 #include "cuda/combine/row_sum.cuh"
 #include "cuda/device/tagged.cuh"
 #include "cuda/layout/launch.hpp"
@@ -45,13 +46,8 @@ __device__ __forceinline__ void return_token_weights(
 // What the caller says for this call that the row of choice k of a token counts; 0 for what is left
 // out or no route. k is below the call's topk.
 __device__ __forceinline__ float source_weight_of(const CombineLaunch& call, int64_t token, int k) {
-  const int64_t given = token * call.topk + k;
-  if (call.source_idx != nullptr &&
-      given_expert(call.source_idx, call.index_bytes, static_cast<size_t>(given)) < 0) {
-    return 0.0F;
-  }
   if (!call.from_map) {
-    return call.source_weights[given];
+    return counted_weight(call, token, k, call.source_weights[token * call.topk + k]);
   }
   const int32_t expert = call.plan.route_expert()[token * call.plan.map.max_topk + k];
   return expert < 0 ? 0.0F
@@ -222,9 +218,8 @@ class CombineSum {
     const int warp = team_.index * team_.warps + team_.warp;
     for (int token = warp; token < num_tokens_; token += num_warps) {
       float weight = given_weight(call_, call_.source_weights, token);
-      if (call_.source_idx != nullptr && lane < call_.topk) {
-        const auto route = static_cast<size_t>(token) * static_cast<uint32_t>(call_.topk) + lane;
-        weight = given_expert(call_.source_idx, call_.index_bytes, route) < 0 ? 0.0F : weight;
+      if (lane < call_.topk) {
+        weight = counted_weight(call_, token, lane, weight);
       }
       if (call_.is_eager) {
         send_words(token, weight);

@@ -71,13 +71,28 @@ __device__ __forceinline__ bool is_lost(const RankView& me, int rank) {
 }
 
 // The host finds it in the record, whose kind is there last.
-__device__ inline void tell_fault(const RankView& me, const FaultRecord& fault) {
+__device__ inline void tell(const RankView& me, FaultRecord* record, const FaultRecord& fault) {
   FaultRecord told = fault;
   told.kind = FaultKind::kNone;
   told.control = reinterpret_cast<uint64_t>(control_of(me, me.rank));
-  *me.fault = told;
+  *record = told;
   ptx::fence_sys();
-  *reinterpret_cast<volatile FaultKind*>(&me.fault->kind) = fault.kind;
+  *reinterpret_cast<volatile FaultKind*>(&record->kind) = fault.kind;
+}
+
+__device__ inline void tell_fault(const RankView& me, const FaultRecord& fault) {
+  tell(me, me.fault, fault);
+}
+
+// What is wrong with a call that goes on: one of its threads tells the host, unless that has yet to
+// read of an earlier call's.
+__device__ inline void tell_misuse(const RankView& me, const FaultRecord& misuse) {
+  FaultRecord* const record = me.fault + 1;
+  const auto* told = reinterpret_cast<volatile FaultKind*>(&record->kind);
+  if (atomicExch(&me.local->misused_epoch, misuse.epoch) != misuse.epoch &&
+      *told == FaultKind::kNone) {
+    tell(me, record, misuse);
+  }
 }
 
 // The first fault of a rank is told to its host and ends all waits of its kernel.

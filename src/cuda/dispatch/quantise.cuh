@@ -10,6 +10,7 @@
 #include "call/quantise.hpp"
 #include "core/half.hpp"
 #include "cuda/device/row_mover.cuh"
+#include "cuda/device/wait.cuh"
 #include "cuda/layout/launch.hpp"
 
 namespace weft {
@@ -68,8 +69,6 @@ class Fp8Rows {
   [[nodiscard]] __device__ __forceinline__ Fp8Scale scale(float largest) const {
     return fp8_scale(largest, payload_.quantise, payload_.scale_rule);
   }
-  // The common case executes few instructions: where there are few rows, to fetch them takes most
-  // of the time.
   [[nodiscard]] __device__ __forceinline__ uint64_t
   pack(const LaneValues& values, const Fp8Scale& scale) const {
     const auto product = [&](float value) { return product_of(value, scale.factor); };
@@ -127,9 +126,21 @@ class Nvfp4Rows : public BlockRows {
  public:
   static constexpr int kGroup = stored_format(Quantise::kNvfp4, ScaleRule::kExact).group;
 
+  // A global scale that is none makes all scales NaNs, and the host hears of it.
   __device__ explicit Nvfp4Rows(const DispatchLaunch& call)
       : rule_(call.payload.scale_rule),
-        global_scale_(call.global_scale == nullptr ? 1.0F : *call.global_scale) {}
+        global_scale_(call.global_scale == nullptr ? 1.0F : *call.global_scale) {
+    if (!is_global_scale(global_scale_)) [[unlikely]] {
+      const FaultRecord fault = {
+          .kind = FaultKind::kBadGlobalScale,
+          .op = Op::kDispatch,
+          .epoch = call.me.local->epoch + 1,
+          .peer = call.me.rank,
+          .seen = __float_as_uint(global_scale_)};
+      tell_misuse(call.me, fault);
+      global_scale_ = __int_as_float(0x7fffffff);
+    }
+  }
 
   [[nodiscard]] __device__ __forceinline__ BlockScale scale(float largest) const {
     return nvfp4_scale(largest, global_scale_, rule_);

@@ -171,7 +171,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   reserve_streams(gpu);
   own_->last_call.create(context_);
   own_->local.create(1, context_);
-  own_->fault.create(1, context_);
+  own_->fault.create(2, context_);
   const PlanMap largest = plan_map(kMostReplicas);
   host_shape_.create(largest.shape_bytes() + sizeof(uint32_t), context_);
   plan_scratch_.create(plan_scratch_bytes(largest) / sizeof(int32_t) + 1, context_);
@@ -239,8 +239,8 @@ CudaExchange::~CudaExchange() {
   // A thread of another GPU may destroy it; kernels of ours may still run, in any stream.
   on_device_quietly(settings_.device.index, "exchange", [&] {
     memory_->close();
-    if (!broken_ && has_fault()) {
-      const std::string text = fault_text(*own_->fault.get(), view_, {});
+    if (!broken_ && (has_fault() || has_misuse())) {
+      const std::string text = fault_text(own_->fault.get()[has_fault() ? 0 : 1], view_, {});
       log(LogLevel::kWarn, "exchange: its last calls failed, and nobody was told: {}", text);
     }
     return cudaSuccess;

@@ -139,12 +139,17 @@ class CudaExchange final : public Executor {
   void stop();
   // What they have come to then; nothing: they have not ended yet. No call is made meanwhile.
   [[nodiscard]] std::optional<LossWatch::Calls> ended_calls() const;
-  // Whether check() would throw; any thread may ask.
-  [[nodiscard]] bool has_fault() const {
-    return *static_cast<volatile FaultKind*>(&own_->fault.get()->kind) != FaultKind::kNone;
-  }
+  // The same within a call, which goes on whatever was wrong with those before it.
+  void check_faults();
+  // Whether it would throw; any thread may ask.
+  [[nodiscard]] bool has_fault() const { return has_record(0); }
 
  private:
+  // Whether kernels have told of what is no fault.
+  [[nodiscard]] bool has_misuse() const { return has_record(1); }
+  [[nodiscard]] bool has_record(int place) const {
+    return *static_cast<volatile FaultKind*>(&own_->fault.get()[place].kind) != FaultKind::kNone;
+  }
   // This rank's part of the constructor.
   void set_up(uint64_t stamp);
   // That a block may have on this GPU.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/exchange/fault_text.hpp"
 
+#include <bit>
 #include <string_view>
 
 #include "core/check.hpp"
@@ -148,6 +149,21 @@ std::string problem_text(
     case FaultKind::kOldGraph:
       return "a replayed graph was captured before a lost rank came back, whose memory has other "
              "addresses now (capture it again; with WEFT_GPU_TRANSPORT=vmm they stay)";
+    case FaultKind::kOtherChoice:
+      return fmt::format(
+          "source_idx[{}, {}] = {} (the plan was made of {} there; this was call {})",
+          fault.seen,
+          fault.what,
+          fault.wanted,
+          fault.block,
+          call_number(me, fault.epoch)
+      );
+    case FaultKind::kBadGlobalScale:
+      return fmt::format(
+          "global_scale = {} (expected more than 0, and finite; this was call {})",
+          std::bit_cast<float>(static_cast<uint32_t>(fault.seen)),
+          call_number(me, fault.epoch)
+      );
     case FaultKind::kNone:
       break;
   }

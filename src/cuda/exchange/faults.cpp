@@ -6,6 +6,7 @@
 #include <chrono>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "core/clock.hpp"
 #include "core/interrupt.hpp"
@@ -15,6 +16,15 @@
 namespace weft {
 
 void CudaExchange::check() {
+  check_faults();
+  if (has_misuse()) {
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const FaultRecord misuse = std::exchange(own_->fault.get()[1], {});
+    raise_error(ErrorCode::kInvalidArgument, context_, fault_text(misuse, view_));
+  }
+}
+
+void CudaExchange::check_faults() {
   if (broken_) {
     std::rethrow_exception(broken_);
   }

@@ -331,6 +331,8 @@ enum class FaultKind : uint32_t {
   kOtherPlan,  // the plan's block holds the plan of serial `seen` (0: none), the call is by
                // `wanted`
   kOldGraph,   // of a graph that was captured before a lost rank's new process had other addresses
+  kOtherChoice,     // source_idx[token = seen, k = what] is `wanted`, the plan's choice is `block`
+  kBadGlobalScale,  // the fp32 with the bits `seen`
 };
 
 // The epoch from which an exchange counts. The low bits of stamps are numbers of exchanges, so that
@@ -354,7 +356,8 @@ enum class WaitFor : uint32_t {
   kMark    // of a block of an expert's rows (RowMarks); FaultRecord::what and block say which
 };
 
-// In pinned host memory; `kind` is stored last. The first fault of a call wins.
+// In pinned host memory; `kind` is stored last. The first fault of a call wins. Two kinds are none:
+// kOtherChoice and kBadGlobalScale are told of calls that go on, in a record of their own.
 struct FaultRecord {
   FaultKind kind = FaultKind::kNone;
   Op op = Op::kNone;
@@ -390,6 +393,7 @@ struct alignas(8) LocalState {
   StopState stopped = StopState::kRunning;  // set by the first fault
   uint32_t given_up_epoch = 0;              // of the call that made it kGivenUp
   uint32_t broken_epoch = 0;                // of the one that made it kBroken
+  uint32_t misused_epoch = 0;               // of the last one with a misuse (tell_misuse)
   // With PeerLoss::kShrink; only the host changes them. Bit r: rank r takes no part. All bits, this
   // rank's own too: of kernels in old graphs alone, whose addresses of peers are no longer right,
   // and which are stopped besides.
@@ -415,7 +419,7 @@ struct RankView {
   // Host memory, the same: what is new is here first.
   std::byte* const* new_regions = nullptr;
   LocalState* local = nullptr;
-  FaultRecord* fault = nullptr;
+  FaultRecord* fault = nullptr;  // and, behind it, the record of what is none
   uint64_t timeout_ns = 0;
   uint32_t poll_ns = 100;  // between two looks at a signal; a guess
 };

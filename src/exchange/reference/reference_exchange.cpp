@@ -116,6 +116,7 @@ struct Route {
   int64_t row_col = 0;     // of weights at the receiver: k for kRankMajor, else 0
   int64_t expert = 0;      // of those at the receiver
   float weight = 1;        // held by the plan
+  int num_experts = 0;     // that tokens choose among
 };
 
 // Those of a rank's tokens: by token, then target, then slot.
@@ -136,7 +137,8 @@ std::vector<Route> routes_of(const PlanData& source) {
                                : arrivals.k[j],
              .row_col = arrivals.one_row ? arrivals.k[j] : 0,
              .expert = arrivals.expert[j],
-             .weight = arrivals.weight.empty() ? 1.0F : arrivals.weight[j]}
+             .weight = arrivals.weight.empty() ? 1.0F : arrivals.weight[j],
+             .num_experts = source.shape.num_chosen_experts()}
         );
       }
     }
@@ -209,16 +211,18 @@ void count_rows(const PlanData& plan, const DispatchOutput& out) {
   }
 }
 
-// What the source of a route says that its row counts.
+// What the source of a route says that its row counts: nothing where it names no expert.
 float source_weight(const Route& route, const CombineInput& source) {
-  bool is_skipped = false;
+  int64_t named = 0;
   if (source.source_idx.is_given()) {
     const std::byte* row = row_of(source.source_idx, route.token);
-    is_skipped = source.source_idx.dtype == DType::kInt64
-                     ? reinterpret_cast<const int64_t*>(row)[route.source_col] < 0
-                     : reinterpret_cast<const int32_t*>(row)[route.source_col] < 0;
+    named = source.source_idx.dtype == DType::kInt64
+                ? reinterpret_cast<const int64_t*>(row)[route.source_col]
+                : reinterpret_cast<const int32_t*>(row)[route.source_col];
   }
-  return is_skipped ? 0.0F : at(source.source_weights, route.token, route.source_col);
+  return named < 0 || named >= route.num_experts
+             ? 0.0F
+             : at(source.source_weights, route.token, route.source_col);
 }
 
 // A row of the experts, times its weight if the source asks for that.

@@ -150,6 +150,12 @@ def refused(rank, num_ranks, group):
         ex.dispatch(plan, x, quantise="mxfp8", global_scale=torch.ones(1) if rank else None)
     with pytest.raises(weft.InvalidArgument, match="global_scale has dtype int64"):
         ex.dispatch(plan, x, quantise="nvfp4", global_scale=torch.ones(1, dtype=torch.int64))
+    for bad in (0.0, -1.0, float("inf"), float("nan")):
+        scale = torch.full((1,), bad if rank else 1.0)
+        with pytest.raises(weft.InvalidArgument, match=f"global_scale = {bad:g} .expected more"):
+            ex.dispatch(plan, x, quantise="nvfp4", global_scale=scale)
+        with pytest.raises(weft.InvalidArgument, match=f"global_scale = {bad} .expected more"):
+            block_formats.to_nvfp4(x, bad)
     with pytest.raises(weft.InvalidArgument, match="scale_rule = 1 with NVFP4"):
         ex.plan_and_dispatch(idx, x, quantise="nvfp4", scale_rule="clamped")
     with pytest.raises(weft.InvalidArgument, match="scales in tiles, of 6 bytes a row"):

@@ -171,3 +171,73 @@ def no_memory_on_one_rank(rank, num_ranks, group):
 
 def test_all_ranks_raise_where_one_has_no_memory(ranks):
     ranks(no_memory_on_one_rank, 2)
+
+
+def other_choices(rank, num_ranks, group, has_hook):
+    """The last rank combines by choices that its dispatch did not have: in another tensor, or in
+    the dispatch's own."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    inputs, is_wrong = Inputs(rank, num_ranks, device, (16,)), rank == num_ranks - 1
+    idx = inputs.idx.clone()
+    topk, token = idx.size(1), 2
+    idx[token] = torch.arange(topk, device=device)
+    buffer = deep_ep.Buffer(group, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=LOCAL)
+    rows, _, handle, *_ = buffer.low_latency_dispatch(
+        inputs.x, idx, 16, inputs.num_experts, use_fp8=False
+    )
+
+    def combine(choices):
+        out, _, hook = buffer.low_latency_combine(
+            rows, choices, inputs.weights, handle, return_recv_hook=has_hook
+        )
+        if has_hook:
+            hook()
+        torch.cuda.synchronize()
+        return out
+
+    want = combine(idx)
+    good, is_other = idx.clone(), torch.arange(16, device=device) == token
+    strange = idx.clone()
+    strange[token, 0] = topk
+    for choices in (strange, idx):
+        if choices is idx and is_wrong:
+            idx[token] = idx[token].flip(0)
+        out = combine(choices if is_wrong else idx)
+        if is_wrong:
+            assert out[token].isnan().all()
+        assert torch.equal(out[~(is_other & is_wrong)], want[~(is_other & is_wrong)])
+        idx.copy_(good)
+        text = rf"source_idx\[{token}, \d\] = \d+ .the plan was made of" if is_wrong else "refused"
+        with pytest.raises(weft.InvalidArgument, match=text):
+            combine(idx)
+        assert torch.equal(combine(idx), want)
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_choices_that_are_not_its_dispatchs_are_told_to_the_next_call(ranks, num_ranks, has_hook):
+    ranks(other_choices, num_ranks, has_hook)
+
+
+def no_global_scale(rank, num_ranks, group):
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    inputs, is_wrong = Inputs(rank, num_ranks, device, (7,)), rank == num_ranks - 1
+    exchange = exchange_of(group, inputs)
+    plan = exchange.plan(inputs.idx)
+    source = exchange.dispatch(plan, torch.full_like(inputs.x, rank)).rows[:, 0]
+    for bad in (0.0, -1.0, float("inf"), float("nan")):
+        scale = torch.full((1,), bad if is_wrong else 1.0, device=device)
+        made = exchange.dispatch(plan, inputs.x, quantise="nvfp4", global_scale=scale)
+        is_nan = made.scales.float().isnan()
+        assert torch.equal(is_nan.all(1), source == num_ranks - 1)
+        assert torch.equal(is_nan.any(1), source == num_ranks - 1)
+        text = f"global_scale = {bad:g} .expected" if is_wrong else "refused"
+        with pytest.raises(weft.InvalidArgument, match=text):
+            exchange.dispatch(plan, inputs.x)
+        exchange.dispatch(plan, inputs.x)
+
+
+def test_a_global_scale_that_is_none_is_told_to_the_next_call(ranks):
+    ranks(no_global_scale, 2)

@@ -394,12 +394,25 @@ TEST_F(ValidateQuantiseTest, WantsRowsAndScalesOfEachFormat) {
 }
 
 TEST_F(ValidateQuantiseTest, TakesTheGlobalScaleOfNvfp4Alone) {
-  const float scale = 1;
-  dispatch_in_.global_scale = matrix(&scale, 1, 1);
+  float scale = 1;
+  dispatch_in_.global_scale = matrix(&std::as_const(scale), 1, 1);
   EXPECT_EQ(dispatch(), "dispatch: global_scale is given (which NVFP4 alone has)");
   dispatch_in_.quantise = Quantise::kNvfp4;
   dispatch_in_.global_scale.rows = 0;
   EXPECT_EQ(dispatch(), "dispatch: global_scale has shape [0, 1] (expected [1, 1])");
+  dispatch_in_.global_scale.rows = 1;
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const float bad : {0.0F, -0.0F, -2.5F, infinity, infinity - infinity}) {
+    scale = bad;
+    EXPECT_EQ(
+        dispatch(),
+        fmt::format("dispatch: global_scale = {} (expected more than 0, and finite)", bad)
+    );
+  }
+  for (const float good : {0x1p-149F, std::numeric_limits<float>::max()}) {
+    scale = good;
+    EXPECT_EQ(dispatch().find("global_scale"), std::string::npos) << good;
+  }
 }
 
 class ValidateWireTest : public ValidateTest {

@@ -88,6 +88,27 @@ TEST(FaultTextTest, NamesTheBlockOfRowsThatIsNotWhole) {
   );
 }
 
+TEST(FaultTextTest, NamesTheChoiceThatIsNotThePlans) {
+  FaultRecord fault = fault_of(FaultKind::kOtherChoice, Op::kCombine);
+  fault.what = 1;
+  fault.block = -1;
+  fault.seen = 12;
+  fault.wanted = 3;
+  EXPECT_EQ(
+      fault_text(fault, some_rank()),
+      "combine: source_idx[12, 1] = 3 (the plan was made of -1 there; this was call 7)"
+  );
+}
+
+TEST(FaultTextTest, NamesTheGlobalScale) {
+  FaultRecord fault = fault_of(FaultKind::kBadGlobalScale, Op::kDispatch);
+  fault.seen = 0xff800000U;
+  EXPECT_EQ(
+      fault_text(fault, some_rank()),
+      "dispatch: global_scale = -inf (expected more than 0, and finite; this was call 7)"
+  );
+}
+
 TEST(FaultTextTest, NamesBothStampsOfAStrangersWord) {
   FaultRecord fault = fault_of(FaultKind::kStranger, Op::kPlan);
   fault.seen = 0xab00000004;

@@ -260,15 +260,16 @@ class LowLatencyHandle(PlanHandle):
 
     def __init__(self, plan: Plan, sources: Tensor, num_max: int, topk_idx: Tensor) -> None:
         """sources int32 [El, R * num_max, 2]: rank and token, of plan.rows_per_expert rows.
-        topk_idx [T, K]: the caller's own, which may change until combine."""
+        topk_idx [T, K]: the caller's own. The core compares what combine is given with the plan."""
         exchange = plan.exchange
         self.plan, self.num_max, self._sources = plan, num_max, sources
-        self.topk_idx = topk_idx
+        self.topk_idx = topk_idx.clone() if exchange.is_between_gpu_domains else topk_idx
         self.hidden, self.num_experts = exchange.hidden, exchange.num_experts
         self.stride = sources.size(1)  # of blocks
 
     def has_order_of(self, topk_idx: Tensor) -> bool:
-        """Whether these are the choices of the dispatch, in the memory that it was given."""
+        """Whether these are in the memory that the dispatch was given: then no slot moves, and the
+        call refuses what has changed there."""
         own = self.topk_idx
         if own is topk_idx:
             return True

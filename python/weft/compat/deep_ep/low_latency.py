@@ -258,8 +258,10 @@ class LowLatencyMode:
         x bf16 [El, R * num_max, H]; with zero_copy the rows are those in
         `get_next_low_latency_combine_buffer(handle)` instead. topk_idx [T, K] and topk_weights
         float32 [T, K] are the source's, as for dispatch, in any order of a token's slots (another
-        tensor than dispatch's takes some launches more); slots with a negative index do not count,
-        nor do those of ranks that are masked by now (their rows must be numbers all the same).
+        tensor than dispatch's takes some launches more, and that one must not have changed); slots
+        that name no expert do not count, nor do those of ranks that are masked by now (their rows
+        must be numbers all the same). A slot with another expert than the dispatch had is refused
+        on all ranks; on GPUs the token's sum is NaN, and the rank's next call is refused.
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
         use_logfmt, not with zero_copy and for an H that is a multiple of 128: sums travel in ten
@@ -312,9 +314,12 @@ class LowLatencyMode:
                 routes, weights = self._mask.routes(topk_idx, *sizes), topk_weights
                 if not handle.has_order_of(topk_idx):
                     own = self._mask.routes(handle.topk_idx, *sizes)
-                    routes, weights = _in_order_of(own, routes, weights)
+                    routes, weights = _in_order_of(own, routes, weights, sizes[0])
+                    if plan.exchange.is_between_gpu_domains:  # calls wait for their GPU there
+                        is_strange = ((routes != own) & (routes >= 0)).any()
+                        check(not is_strange, "topk_idx names experts that its dispatch did not")
                 if plan.exchange.is_between_gpu_domains:
-                    routes, weights = None, topk_weights.masked_fill(routes < 0, 0.0)
+                    routes, weights = None, weights.masked_fill(routes < 0, 0.0)
                 is_whole = out is not None and out.is_contiguous()
                 into = out if is_whole else None
                 if self.enable_shrink and rows.is_cuda:  # what loses a rank leaves it as it was
@@ -515,12 +520,19 @@ def _receive_of(plan: Plan, waits: Tensor | None, stream: CommStream) -> Receive
     return Receive(plan, waits, stream) if plan.exchange.is_open(plan) else None
 
 
-def _in_order_of(own: Tensor, given: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _in_order_of(
+    own: Tensor, given: Tensor, weights: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor]:
     """Choices and weights of `given` [T, K], by expert in the places that `own` [T, K] has them; -1
-    and 0 where it has none."""
-    is_it = (own.unsqueeze(2) == given.unsqueeze(1)) & (given >= 0).unsqueeze(1)
+    and 0 where it has none. A choice that `own` has not stands where `own` has another, so that the
+    call refuses it."""
+    is_choice = (given >= 0) & (given < num_experts)
+    is_it = (own.unsqueeze(2) == given.unsqueeze(1)) & is_choice.unsqueeze(1)
+    is_it &= is_it.cumsum(1) == 1  # of an expert that `own` has twice the first place
     placed = torch.where(is_it, weights.unsqueeze(1), 0.0).sum(2)
-    return own.masked_fill(~is_it.any(2), -1), placed
+    strange = given.masked_fill(~is_choice | is_it.any(1), -1).amax(1, keepdim=True)
+    routes = own.masked_fill(~is_it.any(2), -1)
+    return torch.where((strange >= 0) & (own != strange), strange, routes), placed
 
 
 def _first_of(scale: Any) -> Any:
