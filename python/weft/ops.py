@@ -30,6 +30,11 @@ _exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictio
 _next_key, _next_name = itertools.count(1), itertools.count(1)
 
 
+# Tickets are made, and plans found by them, on the host: a replayed CUDA graph would go by the plan
+# of its capture for ever. Torch has the tag since 2.9, and leaves what lies on the CPU out before.
+_ON_HOST = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+
+
 class _Key(numpy.ndarray):
     """An array may carry attributes; torch keeps it as long as a tensor uses its memory."""
 
@@ -65,7 +70,7 @@ def _exchange(name: str) -> Exchange:
     return exchange
 
 
-@library.custom_op("weft::plan_and_dispatch", mutates_args=())
+@library.custom_op("weft::plan_and_dispatch", mutates_args=(), **_ON_HOST)
 def _plan_and_dispatch(
     x: Tensor,
     topk_idx: Tensor,
@@ -111,7 +116,7 @@ def _balance_of(replicas: int, balancing: list[int], experts: list[int]) -> Bala
     return Placement(placement, block_rows=balancing[1])
 
 
-@library.custom_op("weft::placement", mutates_args=())
+@library.custom_op("weft::placement", mutates_args=(), **_ON_HOST)
 def _placement(ticket: Tensor, num_ranks: int, replicas: int) -> Tensor:
     return plan_of(ticket).placement.clone()
 
@@ -124,7 +129,7 @@ def _(ticket, num_ranks, replicas):  # noqa: ANN001, ANN202
 # An operator with effects cannot say how large its outputs are, so that another one does.
 
 
-@library.custom_op("weft::num_rows", mutates_args=())
+@library.custom_op("weft::num_rows", mutates_args=(), **_ON_HOST)
 def _num_rows(ticket: Tensor) -> int:
     return plan_of(ticket).num_rows
 
@@ -134,7 +139,7 @@ def _(ticket):  # noqa: ANN001, ANN202
     return library.get_ctx().new_dynamic_size()
 
 
-@library.custom_op("weft::take_rows", mutates_args=())
+@library.custom_op("weft::take_rows", mutates_args=(), **_ON_HOST)
 def _take_rows(
     x: Tensor, weights: Tensor, ticket: Tensor, num_rows: int, weight_cols: int
 ) -> tuple[Tensor, Tensor]:
@@ -149,7 +154,7 @@ def _(x, weights, ticket, num_rows, weight_cols):  # noqa: ANN001, ANN202
     return x.new_empty((num_rows, x.size(1))), weights.new_empty((num_rows, weight_cols))
 
 
-@library.custom_op("weft::move", mutates_args=())
+@library.custom_op("weft::move", mutates_args=(), **_ON_HOST)
 def _move(
     rows: Tensor,
     weights: Tensor | None,

@@ -143,6 +143,7 @@ __device__ inline bool find_runs(
       block = expert_block(group, shared, expert, owner);
       before = shared.before[column];
     }
+    block.limit = min(block.limit, int64_t{INT32_MAX});  // slots have 32 bits
     const int64_t first = block.begin + shared.earlier[column];
     const int64_t own = shared.own()[column];
     lacks_room |= own > 0 && first + own > block.limit;

@@ -259,3 +259,11 @@ def second_derivatives(rank, num_ranks, group):
 
 def test_second_derivatives_of_operators(ranks):
     ranks(second_derivatives, 2)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "cudagraph_unsafe"), reason="torch 2.9 has the tag")
+@pytest.mark.parametrize(
+    "name", ["plan_and_dispatch", "placement", "num_rows", "take_rows", "move"]
+)
+def test_operators_on_tickets_are_kept_out_of_cuda_graphs(name):
+    assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.weft, name).default.tags
