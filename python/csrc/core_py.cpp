@@ -11,6 +11,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
+#include "core/float_state.hpp"
 #include "weft/group.hpp"
 #include "weft/overlap.hpp"
 #include "weft/version.hpp"
@@ -179,6 +180,21 @@ void bind_overlap(nb::module_& m) {
   );
 }
 
+void bind_floats(nb::module_& m) {
+  m.def(
+      "with_standard_floats",
+      [](const nb::callable& function, const nb::args& args, const nb::kwargs& options) {
+        const StandardFloats floats;
+        return function(*args, **options);
+      },
+      nb::arg("function"),
+      nb::arg("args"),
+      nb::arg("kwargs"),
+      "function(*args, **kwargs) in this thread, which rounds to nearest and keeps subnormal "
+      "numbers meanwhile."
+  );
+}
+
 void bind_program([[maybe_unused]] nb::module_& m) {
 #ifdef WEFT_HAS_PROGRAM
   m.def(
@@ -218,4 +234,5 @@ NB_MODULE(_core, m) {
   weft::py::bind_overlap(m);
   weft::py::bind_balance(m);
   weft::py::bind_program(m);
+  weft::py::bind_floats(m);
 }

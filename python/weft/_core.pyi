@@ -446,6 +446,11 @@ def spread_routing(topk_idx: Tensor, weights: Tensor | None, num_experts: int, s
     Local: what weft::spread_routing writes: the map bool [T, E], and the weights fp32 [T, E] or None.
     """
 
+def with_standard_floats(function: Callable, *args, **kwargs) -> object:
+    """
+    function(*args, **kwargs) in this thread, which rounds to nearest and keeps subnormal numbers meanwhile.
+    """
+
 def check_layout(layout: tuple[object, ...], num_tokens: int, num_ranks: int, num_hosts: int) -> int:
     """
     The layout is that of get_dispatch_layout, given back. Returns the number of experts.

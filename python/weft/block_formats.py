@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import InvalidArgument
+from weft.fp8 import with_standard_floats
 
 MXFP8_GROUP = 32  # elements that share a scale
 NVFP4_GROUP = 16
@@ -18,17 +19,20 @@ _LARGEST_FP4 = _FP4[-1]
 _LARGEST_E4M3 = 448.0
 
 
+@with_standard_floats
 def from_e8m0(exponents: Tensor) -> Tensor:
     """float32 of exponents + 127 (uint8): 2^-127 to 2^127, and 255 is a NaN."""
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
+@with_standard_floats
 def from_mxfp8(rows: Tensor, scales: Tensor) -> Tensor:
     """rows float8_e4m3fn [.., H], scales uint8 [.., H / 32] -> their product, float32 [.., H]."""
     groups = rows.float().unflatten(-1, (-1, MXFP8_GROUP))
     return (groups * from_e8m0(scales).unsqueeze(-1)).flatten(-2)
 
 
+@with_standard_floats
 def to_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [.., H] -> float8_e4m3fn [.., H] and uint8 [.., H / 32], with the bits of dispatch: a scale
     is the least power of two by which the largest magnitude is at most 448."""
@@ -43,6 +47,7 @@ def to_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to(torch.float8_e4m3fn).flatten(-2), code
 
 
+@with_standard_floats
 def from_nvfp4(rows: Tensor, scales: Tensor, global_scale: Tensor | float = 1.0) -> Tensor:
     """rows uint8 [.., H / 2], scales float8_e4m3fn [.., H / 16] (uint8: exponents + 127) ->
     number * scale / global_scale, float32 [.., H]."""
@@ -53,6 +58,7 @@ def from_nvfp4(rows: Tensor, scales: Tensor, global_scale: Tensor | float = 1.0)
     return (groups * (factors / global_scale).unsqueeze(-1)).flatten(-2)
 
 
+@with_standard_floats
 def to_nvfp4(x: Tensor, global_scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
     """x [.., H] -> uint8 [.., H / 2] and float8_e4m3fn [.., H / 16], with the bits of dispatch: a
     scale is global_scale times a sixth of the largest magnitude. Raises InvalidArgument for a

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """bf16 rows as FP8 with one scaling factor for every 128 elements."""
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -13,6 +17,23 @@ _SMALLEST_AMAX = 1e-4  # keeps the factor of an all-zero group away from zero
 _MANTISSA_BITS = 23
 
 
+_Given, _Made = ParamSpec("_Given"), TypeVar("_Made")
+
+
+def with_standard_floats(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+    """A function that has the same bits in threads that flush subnormal numbers, or round otherwise
+    than to nearest. (Other threads of torch's are as they were made.)"""
+
+    @functools.wraps(function)
+    def call(*args: _Given.args, **options: _Given.kwargs) -> _Made:
+        if torch.compiler.is_compiling():
+            return function(*args, **options)
+        return _core.with_standard_floats(function, *args, **options)
+
+    return call
+
+
+@with_standard_floats
 def to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     """x [T, H] -> float8_e4m3fn [T, H] and float32 [T, H / 128]: x is about their product, with
     the bits of dispatch with `scale_rule="clamped"`, or with round_scale "power_of_two".

@@ -7,6 +7,7 @@
 #include "call/call.hpp"
 #include "call/executor.hpp"
 #include "core/check.hpp"
+#include "core/float_state.hpp"
 #include "group/control_plane.hpp"
 #include "plan/build.hpp"
 
@@ -22,10 +23,22 @@ bool is_addressable(int64_t rows, int64_t cols, int64_t element) {
 
 // What a child of fork() inherits is not its own: it is told so when it calls, and its destructors
 // leave everything as it is.
-Executor& own(const std::unique_ptr<Executor>& executor) {
+void check_own(const std::unique_ptr<Executor>& executor) {
   check_maker("exchange", executor->maker(), executor->context());
-  return *executor;
 }
+
+// A call by this thread, as long as it lasts.
+class OwnCall {
+ public:
+  explicit OwnCall(const std::unique_ptr<Executor>& executor) : executor_(*executor) {
+    check_own(executor);
+  }
+  Executor* operator->() const { return &executor_; }
+
+ private:
+  StandardFloats floats_;
+  Executor& executor_;
+};
 
 void let_go(std::unique_ptr<Executor>& executor) {
   if (executor != nullptr && executor->maker() != ::getpid()) {
@@ -110,13 +123,13 @@ Exchange& Exchange::operator=(Exchange&& other) noexcept {
 }
 
 Plan Exchange::plan(const Routing& routing, const PlanOptions& options, const CallOptions& call) {
-  return own(executor_).make_plan(routing, options, call);
+  return OwnCall(executor_)->make_plan(routing, options, call);
 }
 
 void Exchange::dispatch(
     const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
-  own(executor_).dispatch(plan, in, out, call);
+  OwnCall(executor_)->dispatch(plan, in, out, call);
 }
 
 Plan Exchange::dispatch(
@@ -134,12 +147,12 @@ Plan Exchange::dispatch(
         "expert_stride must be given, with overflow drop, where it is not one launch)"
     );
   } catch (const Error& refusal) {
-    if (!own(executor_).refuse(Op::kPlanAndDispatch, refusal.what(), call)) {
+    if (!OwnCall(executor_)->refuse(Op::kPlanAndDispatch, refusal.what(), call)) {
       throw untold(refusal);
     }
     throw;
   }
-  return own(executor_).dispatch_routed(routing, options, in, out, call);
+  return OwnCall(executor_)->dispatch_routed(routing, options, in, out, call);
 }
 
 bool Exchange::writes_alone(
@@ -154,11 +167,11 @@ bool Exchange::writes_alone(
 void Exchange::place_rows(
     const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
-  own(executor_).place_rows(plan, in, out, call);
+  OwnCall(executor_)->place_rows(plan, in, out, call);
 }
 
 void Exchange::receive(const Plan& plan, const CallOptions& call) {
-  own(executor_).receive(plan, call);
+  OwnCall(executor_)->receive(plan, call);
 }
 
 bool Exchange::is_open(const Plan& plan) const {
@@ -168,11 +181,11 @@ bool Exchange::is_open(const Plan& plan) const {
 void Exchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {
-  own(executor_).combine(plan, in, out, call);
+  OwnCall(executor_)->combine(plan, in, out, call);
 }
 
 void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
-  if (!own(executor_).refuse(op, reason, call)) {
+  if (!OwnCall(executor_)->refuse(op, reason, call)) {
     raise_error(
         ErrorCode::kUnsupported,
         executor_->context(),
@@ -184,7 +197,7 @@ void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
 }
 
 void Exchange::check() {
-  own(executor_).check();
+  OwnCall(executor_)->check();
 }
 
 CallReport Exchange::report() const {
@@ -192,7 +205,7 @@ CallReport Exchange::report() const {
 }
 
 void Exchange::mask(std::span<const int> ranks) {
-  own(executor_).mask(ranks);
+  OwnCall(executor_)->mask(ranks);
 }
 
 std::string Exchange::invitation() const {
@@ -200,18 +213,18 @@ std::string Exchange::invitation() const {
 }
 
 void Exchange::readmit(std::span<const int> ranks) {
-  own(executor_).readmit(ranks);
+  OwnCall(executor_)->readmit(ranks);
 }
 
 bool Exchange::grow(int64_t max_tokens, int max_topk) {
-  return own(executor_).grow(max_tokens, max_topk);
+  return OwnCall(executor_)->grow(max_tokens, max_topk);
 }
 
 void Exchange::add_waits(const Tensor& sums, int64_t times, void* stream) {
-  Executor& executor = own(executor_);
-  const TensorCheck tensor{"add_waits", executor.context(), executor.config().device};
-  tensor("sums", sums, {DType::kInt64}, {1, executor.context().num_ranks});
-  executor.add_waits(reinterpret_cast<int64_t*>(sums.data), times, {.stream = stream});
+  check_own(executor_);
+  const TensorCheck tensor{"add_waits", executor_->context(), executor_->config().device};
+  tensor("sums", sums, {DType::kInt64}, {1, executor_->context().num_ranks});
+  executor_->add_waits(reinterpret_cast<int64_t*>(sums.data), times, {.stream = stream});
 }
 
 Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
@@ -224,11 +237,11 @@ Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
   );
   Tensor shape = {.data = nullptr, .dtype = dtype, .rows = rows, .cols = cols};
   shape.device = config().device;
-  return own(executor_).allocate(shape);
+  return OwnCall(executor_)->allocate(shape);
 }
 
 void Exchange::release_pooled() {
-  own(executor_).release_pooled();
+  OwnCall(executor_)->release_pooled();
 }
 int Exchange::rank() const {
   return executor_->context().rank;

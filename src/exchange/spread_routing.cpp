@@ -2,6 +2,7 @@
 // weft::spread_routing: on the CPU here, on a GPU by one launch (cuda/plan/spread.cu).
 #include <algorithm>
 
+#include "core/float_state.hpp"
 #include "cuda/plan/spread.hpp"
 #include "plan/build.hpp"
 #include "weft/routing.hpp"
@@ -37,6 +38,7 @@ SpreadLaunch launch_of(
 }
 
 void spread_on_cpu(const SpreadLaunch& call) {
+  const StandardFloats floats;
   const int64_t size = call.num_tokens * call.num_experts;
   std::fill_n(call.map, size, uint8_t{0});
   if (call.spread != nullptr) {

@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "core/check.hpp"
+#include "core/float_state.hpp"
 #include "core/host_map.hpp"
 
 namespace weft {
@@ -85,6 +86,7 @@ void WorkerPool::for_each(size_t count, bool is_much, const std::function<void(s
 }
 
 void WorkerPool::run_guarded(int worker) {
+  const StandardFloats floats;
   try {
     (*job_)(worker);
   } catch (...) {

@@ -7,6 +7,8 @@
 #include <set>
 #include <stdexcept>
 
+#include "support/float_state.hpp"
+
 namespace weft::test {
 namespace {
 
@@ -33,6 +35,16 @@ TEST(WorkerPoolTest, UsesTheCallersThreadAsWorkerZero) {
     }
   });
   EXPECT_EQ(worker_zero, std::this_thread::get_id());
+}
+
+// Workers that were made meanwhile, too, and only for the job.
+TEST(WorkerPoolTest, RoundsAlikeOnEveryWorkerWhateverTheCallersThreadDoes) {
+  const OddFloats odd;
+  const Products before = product_bits();
+  WorkerPool pool(3);
+  pool.run([](int worker) { EXPECT_EQ(product_bits(), kStandardProducts) << worker; });
+  EXPECT_EQ(product_bits(), before);
+  EXPECT_NE(before, kStandardProducts);
 }
 
 TEST(WorkerPoolTest, VisitsEachNumberOnce) {
