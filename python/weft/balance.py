@@ -11,6 +11,7 @@ ranks. copies.py moves what has to move."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from weft.block_products import PlacedWeight
 from weft.errors import InvalidArgument, RanksLost
 from weft.exchange import Exchange
 from weft.group import Group
-from weft.lending import Enter, Later, Leave
+from weft.lending import IN_BACKWARD, Enter, Later, Leave
 from weft.outputs import Plan
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,6 +89,8 @@ class Balance:
         self._replicas: Held | None = None  # whose replicas are there
         self._masters: Held | None = None  # whose masters are there
         self._ahead: Held | None = None  # whose replicas `push_weights` put there
+        self._num_left_out = 0  # calls since the last exchange of rows that needed none
+        self._is_exchanging = False
         self._num_readmitted = 0  # times
         self._copy_engines = copy_engines or None  # None: where Weft chooses them
         # Replicas get nothing from a relay that is lost, though their master may be left.
@@ -157,12 +160,14 @@ class Balance:
         that have replicas of them, bit by bit.
 
         Returns the replicas' [R, ...], which hold until the next call; an empty place is as it was.
-        An `apply` that follows with the same placement and weights does not push them again: so
-        they may be on their way, on a stream of their own, while tokens are dispatched.
+        An `apply` that follows with the same placement, and the same memory, which nothing has
+        changed since that torch knows of, does not push them again: so they may be on their way, on
+        a stream of their own, while tokens are dispatched. Ranks on which that differs raise
+        InvalidArgument.
         """
         with self._refusing("push_weights"):
             held = self._hold_of(plan_or_placement, weights)
-        self._push(held)
+            self._push(held, "push_weights")
         self._ahead = held
         return tuple(one[self.num_local_experts :] for one in self._places)
 
@@ -176,8 +181,9 @@ class Balance:
         with self._refusing("reduce_grads"):
             placement = self._placement_of(plan_or_placement)
             self._check_gradients(grads)
-        local = self.num_local_experts
-        self._reduce(placement, [one[:local] for one in grads], [one[local:] for one in grads])
+            local = self.num_local_experts
+            own, slots = [one[:local] for one in grads], [one[local:] for one in grads]
+            self._reduce(placement, own, slots, "reduce_grads")
 
     def apply(
         self,
@@ -255,7 +261,7 @@ class Balance:
         """By all ranks that are left, between the same two calls: `Exchange.readmit` for the ranks'
         places here. Then nothing is pushed yet, and the backward of an `apply` from before raises
         InvalidArgument."""
-        self._replicas = self._masters = self._ahead = None
+        self._forget()
         self._num_readmitted += 1
         if self._carrier is not None:
             # They may be lost to nobody here: that is found out by a call. On GPUs whoever has to
@@ -271,16 +277,26 @@ class Balance:
 
     @contextlib.contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
-        """What is refused within is told to the ranks that come to the next exchange of rows."""
+        """What fails within, unless it is an exchange of rows, is told to the ranks that come to
+        the next one. They too are then left without replicas."""
+        self._is_exchanging = False
         try:
             yield
         except BaseException as error:
+            self._forget()
+            if self._is_exchanging:
+                raise
             problem = f"{name}: {error}"
             if self._carrier is not None:
                 self._carrier.refuse("plan_and_dispatch", problem, row_budget=0)
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, torch.OutOfMemoryError):
                 raise InvalidArgument(problem, rank=self.group.rank) from error
             raise
+
+    def _forget(self) -> None:
+        """All ranks: nothing is there, so that none leaves out what another does not."""
+        self._replicas = self._masters = self._ahead = None
+        self._num_left_out = 0
 
     def _placement_of(self, given: Plan | Tensor) -> Tensor:
         placement = given if isinstance(given, Tensor) else getattr(given, "placement", None)
@@ -330,15 +346,32 @@ class Balance:
         try:
             yield
         except RanksLost:
-            self._replicas = self._masters = self._ahead = None
+            self._forget()
             raise
 
-    def _carry(self, blocks: Tensor, to: list[int], sources: list[int]) -> Tensor:
+    def _carry_of(self, name: str, placement: Tensor, *kinds: Any) -> copies.Carry:
+        """What ranks compare: the call, its placement, the kinds of what it moves, and how many
+        calls have needed no exchange since the last."""
+        told = (name, placement.tolist(), kinds)
+        turns = itertools.count()
+
+        def carry(blocks: Tensor, to: list[int], sources: list[int]) -> Tensor:
+            said = (*told, next(turns), self._num_left_out)
+            self._num_left_out, self._is_exchanging = 0, True
+            came = self._carry(blocks, to, sources, said)
+            self._is_exchanging = False
+            return came
+
+        return carry
+
+    def _carry(
+        self, blocks: Tensor, to: list[int], sources: list[int], said: tuple[Any, ...]
+    ) -> Tensor:
         options = {"copy_engines": self._copy_engines}
         if self._on_peer_loss == "shrink":
-            with self._hearing_of_losses():
-                return copies.carry_from_those_left(self._carrier, blocks, to, sources, **options)
-        return copies.carry(self._carrier, blocks, to, len(sources), **options)
+            given = (self._carrier, blocks, to, sources, said)
+            return copies.carry_from_those_left(*given, **options)
+        return copies.carry(self._carrier, blocks, to, len(sources), said, **options)
 
     def _sends(self, placement: Tensor) -> copies.Sends:
         return copies.sends_of(placement, self.num_local_experts, self.group.rank)
@@ -350,25 +383,28 @@ class Balance:
         device_type = self.device.type
         return relaying.rounds_of(self._relays, every, self._domain_of, num_bytes, device_type)
 
-    def _push(self, held: Held) -> None:
+    def _push(self, held: Held, name: str) -> None:
         """Collective. Its replicas."""
         if self._carrier is not None:
             slots = [one[self.num_local_experts :] for one in self._places]
             own = [one.contiguous() for one in held.weights]
+            carry = self._carry_of(name, held.placement)
             for hops in self._rounds(held.placement):
                 from_here = [hop for hop in hops if hop.sender == self.group.rank]
                 to_here = [hop for hop in hops if hop.copy.at == self.group.rank]
-                copies.pass_weights(slots, own, from_here, to_here, self._carry)
+                copies.pass_weights(slots, own, from_here, to_here, carry)
         self._replicas = held
 
-    def _fill(self, held: Held) -> None:
+    def _fill(self, held: Held, name: str) -> None:
         """Collective. Its masters and replicas, unless they are there."""
         if held.num_readmitted != self._num_readmitted:  # on all ranks; new ones have no such call
             raise InvalidArgument("apply: ranks were readmitted between forward and backward")
-        if self._replicas is not held:
-            with self._refusing("apply"):
+        if self._replicas is held:
+            self._num_left_out += 1
+        else:
+            with self._refusing(name):
                 held.check()
-            self._push(held)
+                self._push(held, name)
         if self._masters is not held:
             for place, one in zip(self._places, held.weights):
                 masters = copies.bytes_of(place[: self.num_local_experts])
@@ -380,16 +416,21 @@ class Balance:
         return [one.data for one in self._places]
 
     @torch.no_grad()
-    def _reduce(self, placement: Tensor, own: list[Tensor], slots: list[Tensor]) -> None:
+    def _reduce(self, placement: Tensor, own: list[Tensor], slots: list[Tensor], name: str) -> None:
         """Collective."""
         if self._carrier is not None:
-            copies.add_gradients(slots, own, self._sends(placement), self._carry)
+            carry = self._carry_of(name, placement, [one.dtype for one in own])
+            copies.add_gradients(slots, own, self._sends(placement), carry)
 
     def _reduced(self, placement: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
         """Collective. Gradients [El + R, ...] -> those of the masters, in memory of their own."""
+        if not grads:  # on all ranks, or those that have some hear that it was left out here
+            self._num_left_out += 1
+            return []
         local = self.num_local_experts
-        own = [one[:local].clone(memory_format=torch.contiguous_format) for one in grads]
-        self._reduce(placement, own, [one[local:].contiguous() for one in grads])
+        with self._refusing(IN_BACKWARD):
+            own = [one[:local].clone(memory_format=torch.contiguous_format) for one in grads]
+            self._reduce(placement, own, [one[local:].contiguous() for one in grads], IN_BACKWARD)
         return own
 
     @torch.no_grad()
@@ -397,13 +438,18 @@ class Balance:
         """Collective. fp32 [El, ...], by weight."""
         shapes = [one.tensor.shape[1:] for one in placed]
         sizes = [math.prod(shape) for shape in shapes]
+        if not placed:
+            self._num_left_out += 1
+            return []
 
         def add(place: int, total: Tensor) -> None:
             for one, shape, part in zip(placed, shapes, total.split(sizes)):
                 one.add(place, part.view(shape))
 
         where = (self.num_local_experts, self.group.rank, sum(sizes))
-        sums = copies.add_in_turn(placement, where, add, self._carry, self.device)
+        with self._refusing(IN_BACKWARD):
+            carry = self._carry_of(IN_BACKWARD, placement, sizes)
+            sums = copies.add_in_turn(placement, where, add, carry, self.device)
         return [
             part.reshape(self.num_local_experts, *shape)
             for part, shape in zip(sums.split(sizes, dim=1), shapes)
@@ -420,8 +466,9 @@ class Held:
         self.weights = tuple(one.detach() for one in weights)
         self._versions = self._now()
 
-    def _now(self) -> list[int]:
-        return [0 if one.is_inference() else one._version for one in self.weights]
+    def _now(self) -> list[int | None]:
+        """None: of inference tensors torch counts no changes."""
+        return [None if one.is_inference() else one._version for one in self.weights]
 
     def check(self) -> None:
         """Raises InvalidArgument if they have changed."""
@@ -429,9 +476,17 @@ class Held:
             raise InvalidArgument("weights were changed between forward and backward")
 
     def is_same(self, other: Held) -> bool:
+        """Whether a later call has the same memory, and nothing is known to have changed it."""
         pairs = zip(self.weights, other.weights)
-        return torch.equal(self.placement, other.placement) and all(
-            one.data_ptr() == theirs.data_ptr() for one, theirs in pairs
+        is_unchanged = None not in self._versions and self._versions == self._now()
+        return (
+            is_unchanged
+            and self._versions == other._versions
+            and torch.equal(self.placement, other.placement)
+            and all(
+                (one.data_ptr(), one.stride()) == (theirs.data_ptr(), theirs.stride())
+                for one, theirs in pairs
+            )
         )
 
 

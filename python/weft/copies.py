@@ -4,10 +4,12 @@ comes back and is added up. balance.py does that for layers, compat/deep_ep/ep/b
 callers of DeepEP.
 
 What a copy holds travels as rows of bytes, by an exchange with one expert on each rank. The host
-knows which copies there are, so both sides know how many rows there are, and which."""
+knows which copies there are, so both sides know how many rows there are, and which, if they were
+told the same: so ranks compare what they were told (`checksum`)."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from weft.errors import InvalidArgument
 from weft.exchange import Exchange
 from weft.outputs import Plan
 
@@ -92,27 +95,55 @@ def rows_of(width: int) -> tuple[int, int]:
     return row, -(-width // row)
 
 
+def checksum(*said: Any) -> int:
+    """What a call gives as its number, which an exchange compares, to say that much."""
+    digest = hashlib.blake2b(repr(said).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 4
+
+
 def carry(
-    exchange: Exchange, blocks: Tensor, to: Sequence[int], num_received: int, **options: Any
+    exchange: Exchange,
+    blocks: Tensor,
+    to: Sequence[int],
+    num_received: int,
+    said: Sequence[Any],
+    **options: Any,
 ) -> Tensor:
-    """`Carry` by an exchange with one expert on each rank. options: of `plan_and_dispatch`."""
-    return _carried(exchange, blocks, to, num_received, **options)[0]
+    """`Carry` by an exchange with one expert on each rank. said: the name of the call, its
+    placement, and whatever else must be equal on all ranks, which raise InvalidArgument if it is
+    not. options: of `plan_and_dispatch`."""
+    return _carried(exchange, blocks, to, num_received, said, **options)[0]
 
 
 def _carried(
-    exchange: Exchange, blocks: Tensor, to: Sequence[int], num_received: int, **options: Any
+    exchange: Exchange,
+    blocks: Tensor,
+    to: Sequence[int],
+    num_received: int,
+    said: Sequence[Any],
+    **options: Any,
 ) -> tuple[Tensor, Plan]:
     """And the plan by which they came."""
     width, device = blocks.size(1), blocks.device
+    options["number"] = checksum(*said, width)
     row, each = rows_of(width)
     if each * row > width:
         blocks = functional.pad(blocks, (0, each * row - width))
     rows = blocks.view(-1, row)
     routes = torch.tensor(to, dtype=torch.int32).repeat_interleave(each).view(-1, 1).to(device)
     budget = num_received * each
-    plan, out = exchange.plan_and_dispatch(
-        routes, rows, layout="rank_major", row_budget=budget, **options
-    )
+    try:
+        plan, out = exchange.plan_and_dispatch(
+            routes, rows, layout="rank_major", row_budget=budget, **options
+        )
+    except InvalidArgument as error:
+        if "number of this call" not in str(error):
+            raise
+        raise InvalidArgument(
+            f"{said[0]}: ranks differ in the call, its placement, what it moves or what "
+            f"was there already: {error}",
+            rank=exchange.rank,
+        ) from error
     return out.rows.view(num_received, each * row)[:, :width], plan
 
 
@@ -120,7 +151,12 @@ TAG_BYTES = 16  # before a block, where its rank may be lost
 
 
 def carry_from_those_left(
-    exchange: Exchange, blocks: Tensor, to: Sequence[int], sources: Sequence[int], **options: Any
+    exchange: Exchange,
+    blocks: Tensor,
+    to: Sequence[int],
+    sources: Sequence[int],
+    said: Sequence[Any],
+    **options: Any,
 ) -> Tensor:
     """`carry` by an exchange that goes on without lost ranks. sources: whose each block is that
     comes here, ascending. Zeros for those of ranks that are lost. Waits for a GPU."""
@@ -130,7 +166,7 @@ def carry_from_those_left(
     tag = torch.zeros(blocks.size(0), TAG_BYTES, dtype=torch.uint8, device=device)
     tag.view(torch.int32)[:, 0] = exchange.rank + 1
     tagged = torch.cat([tag, blocks], dim=1)
-    came, plan = _carried(exchange, tagged, to, len(sources), **options)
+    came, plan = _carried(exchange, tagged, to, len(sources), said, **options)
     if device.type == "cuda":  # a call that was cut short has no plan
         torch.cuda.current_stream(device).synchronize()
         exchange.check()

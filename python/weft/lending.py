@@ -17,6 +17,8 @@ from weft.block_products import PlacedWeight
 if TYPE_CHECKING:
     from weft.balance import Balance
 
+IN_BACKWARD = "the backward of apply"  # the name of its calls
+
 
 class Enter(torch.autograd.Function):
     """Rows and masters -> rows, and all places. Rows pass through, so that on all ranks the
@@ -26,7 +28,7 @@ class Enter(torch.autograd.Function):
     def forward(ctx, balance, held, later, rows, *weights):  # noqa: ANN001, ANN205
         ctx.set_materialize_grads(False)
         ctx.balance, ctx.placement, ctx.later = balance, held.placement, later
-        balance._fill(held)
+        balance._fill(held, "apply")
         lent = balance._views()
         ctx.wanted = ctx.needs_input_grad[4:]
         ctx.kinds = [(one.shape, one.dtype, one.device) for one in lent]
@@ -42,7 +44,7 @@ class Enter(torch.autograd.Function):
             found = ctx.later.gradients(ctx.balance, ctx.placement, wanted)
         else:
             used = [_or_zeros(grads[at], *ctx.kinds[at]) for at in wanted]
-            found = ctx.balance._reduced(ctx.placement, used) if wanted else []
+            found = ctx.balance._reduced(ctx.placement, used)
         for at, total in zip(wanted, found):
             sums[at] = total
         return None, None, None, grad_rows, *sums
@@ -72,7 +74,7 @@ class Later:
         """Collective, or with a queue when it runs."""
         if self._queue is None:
             placed = [self._given[at] for at in wanted]
-            sums = balance._sums_of_blocks(placement, placed) if placed else []
+            sums = balance._sums_of_blocks(placement, placed)
             for one in placed:
                 one.clear()
             return [total.to(one.tensor.dtype) for total, one in zip(sums, placed)]
@@ -107,5 +109,5 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # noqa: ANN001, ANN205
-        ctx.balance._fill(ctx.held)
+        ctx.balance._fill(ctx.held, IN_BACKWARD)
         return None, None, *grads

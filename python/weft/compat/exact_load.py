@@ -9,14 +9,22 @@ import torch
 from torch import Tensor
 
 from weft import Group
+from weft.compat.deep_ep.checks import check
 from weft.planner import PlannedBalance, plan_balance
 
 
 def planned_by(
-    group: Group, name: str, count: Callable[[], Tensor], replicas: int, min_rows: int = 1
+    group: Group,
+    name: str,
+    count: Callable[[], Tensor],
+    replicas: int,
+    min_rows: int = 1,
+    layer: int = 0,
 ) -> PlannedBalance:
     """Collective, over the set-up way of the group. count(): routes of this rank to each expert,
-    int64 [E]; what it raises, all ranks raise."""
+    int64 [E]; what it raises, all ranks raise. BadCall where ranks plan for different layers."""
     counts = group.agreed(name, count)
-    told = torch.tensor(group.gather_numbers(*counts.tolist()))
-    return plan_balance(told, replicas, min_rows=min_rows, domains=group.domains)
+    layers, *told = zip(*group.gather_numbers(layer, *counts.tolist()))
+    check(len(set(layers)) == 1, f"{name}: layer differs between ranks: {list(layers)}")
+    counts = torch.tensor(told).T
+    return plan_balance(counts, replicas, min_rows=min_rows, domains=group.domains)

@@ -159,7 +159,8 @@ class Manager:
 
         with Call("update_placement"):
             replicas = self.num_local_redundant_experts
-            planned = planned_by(self._group, "update_placement", count, replicas, self._min_rows)
+            how = (replicas, self._min_rows, layer)
+            planned = planned_by(self._group, "update_placement", count, *how)
             self._planned[layer, self._slots.setdefault(layer, 0)] = planned
             return planned
 
@@ -205,7 +206,7 @@ class Manager:
         def move(masters: _Masters, planned: PlannedBalance, call: Call) -> None:
             slots = (self.redundant_fc1_weights, self.redundant_fc2_weights)
             own = [self._stacked(part) for part in masters.weights]
-            put_weights(slots, own, *self._way(planned, call))
+            put_weights(slots, own, *self._way(planned, call, "weight_sync", layer))
 
         return self._moved(
             "weight_sync", move, (layer, microbatch_slot), previous_event, async_finish
@@ -227,7 +228,7 @@ class Manager:
             check(self.is_train, "there are no gradients without is_train")
             slots = (self.redundant_fc1_grads, self.redundant_fc2_grads)
             own = [self._stacked(part) for part in masters.grads]
-            add_gradients(slots, own, *self._way(planned, call))
+            add_gradients(slots, own, *self._way(planned, call, "grad_reduce", layer))
             for sums, part in zip(own, masters.grads):
                 for total, grad in zip(sums, part):
                     grad.view(-1).copy_(total)
@@ -262,10 +263,10 @@ class Manager:
                 move(masters, planned, call)
         return event_of(work)
 
-    def _way(self, planned: PlannedBalance, call: Call) -> tuple:
+    def _way(self, planned: PlannedBalance, call: Call, name: str, layer: int) -> tuple:
         placement = planned.placement
         sends = sends_of(placement, self.num_local_master_experts, self.rank)
-        return sends, carry_by(call, self.num_ranks, placement.numel(), 0)
+        return sends, carry_by(call, self.num_ranks, name, placement, 0, of=layer)
 
     def _planned_for(self, layer: int, microbatch_slot: int | None) -> PlannedBalance:
         self._check_layer(layer)

@@ -2,6 +2,7 @@
 """What NeMo Automodel runs before the first step of a pipeline, so that no stage waits for what the
 one before it makes at its first dispatch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class HybridEPPipelineRuntimeInitializer:
         unless that has been done for as many.
 
         Raises ValueError unless `num_tokens` is positive, RuntimeError if that was done for other
-        settings, and what the calls raise.
+        settings, on all ranks if on one, and what the calls raise.
         """
         from weft import fused_a2a
 
@@ -68,20 +69,28 @@ class HybridEPPipelineRuntimeInitializer:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         settings = (*self.signature, device)
-        capacity = self._of_group(self.required_capacity(num_tokens), device)
-        if capacity <= fused_a2a.get_hybrid_ep_initialized_capacity(settings):
+        ready, problem = 0, None
+        try:
+            ready = fused_a2a.get_hybrid_ep_initialized_capacity(settings)
+        except RuntimeError as error:
+            problem = error
+        told = (self.required_capacity(num_tokens), -ready, int(problem is not None))
+        capacity, least_ready, is_refused = self._most_of_group(told, device)
+        if is_refused:
+            raise problem or RuntimeError("HybridEP runtime preparation: another rank refused it")
+        if capacity <= -least_ready:
             return
         sizes = {"num_tokens": capacity, "hidden_dim": self.hidden_dim}
         self.manager.initialize_runtime(**sizes, dtype=self.dtype, device=device)
         fused_a2a.publish_hybrid_ep_initialized_capacity(settings, capacity)
 
-    def _of_group(self, capacity: int, device: torch.device) -> int:
-        """The largest of the group."""
+    def _most_of_group(self, told: Sequence[int], device: torch.device) -> Sequence[int]:
+        """The largest of each that a rank of the group tells."""
         if not dist.is_initialized() or size_of(self.manager.group) == 1:
-            return capacity
-        most = torch.tensor(capacity, device=device)
+            return told
+        most = torch.tensor(told, device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.manager.group)
-        return int(most)
+        return most.tolist()
 
 
 def _combine_chunk() -> int:

@@ -175,6 +175,33 @@ def test_a_pipeline_prepares_its_buffer(ranks, whose, settings):
         assert found == [640, 1, 704, 2, [640, 704]]
 
 
+def forgotten(rank, num_ranks, group):
+    """What one process has prepared before does not decide by itself."""
+    fused_a2a, module = automodel.modules("weft")
+    fused_a2a.reset_hybrid_ep_buffer()
+    dispatcher = manager_of(module, group, moe_flex_dispatcher_backend="hybridep")
+    sizes = {"hidden_dim": HIDDEN, "dtype": torch.float32}
+    (initializer,) = dispatcher.get_pipeline_runtime_initializers(**sizes)
+    manager = dispatcher._comm_manager
+    runs, run = [], manager.initialize_runtime
+    manager.initialize_runtime = lambda **given: (runs.append(given), run(**given))
+    with automodel.without_gpu():
+        initializer.prepare(num_tokens=5, device=device_of(rank))
+        if rank == 1:
+            fused_a2a._hybrid_ep_initialized_capacity = 0
+        initializer.prepare(num_tokens=5, device=device_of(rank))
+        if rank == 1:
+            fused_a2a._hybrid_ep_runtime_signature = ("another",)
+        with pytest.raises(RuntimeError, match="another rank refused|incompatible signature"):
+            initializer.prepare(num_tokens=5, device=device_of(rank))
+    fused_a2a.reset_hybrid_ep_buffer()
+    return len(runs)
+
+
+def test_all_ranks_prepare_if_one_has_to(ranks):
+    assert ranks(forgotten, 2) == [2, 2]
+
+
 def failed(rank, num_ranks, group, whose):
     fused_a2a, module = automodel.modules(whose)
     fused_a2a.reset_hybrid_ep_buffer()

@@ -336,6 +336,93 @@ def test_weights_that_were_pushed_ahead_are_not_pushed_again(ranks):
     assert ranks(ahead, 2) == [[2, 3, 4]] * 2
 
 
+def is_up_to_date(balance, group, weights):
+    """Whether `apply` gives this rank's experts what all ranks have now."""
+    rank, num_ranks = balance.group.rank, balance.group.num_ranks
+    seen = []
+
+    def experts(rows, places):
+        seen.append(places.clone())
+        return rows
+
+    placement = placed(num_ranks, num_ranks)
+    balance.apply(placement, experts, torch.ones(1, 4), weights)
+    everybody = torch.cat(gather(group, weights.detach()))
+    places = [rank * LOCAL + e for e in range(LOCAL)] + placement[rank].tolist()
+    return all(
+        torch.equal(seen[0][at], everybody[expert])
+        for at, expert in enumerate(places)
+        if expert >= 0
+    )
+
+
+def changed_ahead(rank, num_ranks, group):
+    balance = made(group, num_ranks, [(4, 4)], torch.float32)
+    placement = placed(num_ranks, num_ranks)
+    first = torch.rand(LOCAL, 4, 4)
+    with torch.inference_mode():
+        of_inference = torch.rand(LOCAL, 4, 4)
+    for weights in (first, of_inference):
+        balance.push_weights(placement, [weights])
+        with torch.inference_mode(weights.is_inference()):
+            weights.mul_(100)
+        assert is_up_to_date(balance, group, weights)
+    balance.push_weights(placement, [first])
+    assert is_up_to_date(balance, group, first.transpose(1, 2))  # begins at the same address
+
+
+def test_weights_that_changed_since_they_were_pushed_ahead_are_pushed_again(ranks):
+    ranks(changed_ahead, 2)
+
+
+DIFFERENT = "ranks differ in the call, its placement, what it moves or what was there already"
+
+
+def apart(rank, num_ranks, group):
+    balance = made(group, num_ranks, [(4, 4)], torch.float32)
+    placement = placed(num_ranks, num_ranks)
+    other = placement.clone()
+    other[1, 0] = 1 if other[1, 0] < 1 else -1
+    weights = torch.rand(LOCAL, 4, 4).requires_grad_()
+    grads, rows = torch.ones(LOCAL + SLOTS, 4, 2), torch.ones(1, 4).requires_grad_()
+    halves = torch.ones(LOCAL + SLOTS, 4, 4).bfloat16()  # of as many bytes
+
+    def experts(rows, places):
+        return rows @ places[0]
+
+    def push(mine):
+        balance.push_weights(mine, [weights])
+
+    def backward(of):
+        balance.apply(placement, experts, rows, of).sum().backward()
+
+    def other_memory(is_other):
+        push(placement)
+        balance.apply(placement, experts, rows, weights.clone() if is_other else weights)
+        push(placement)  # of another layer
+
+    def pushed_or_reduced(is_other):
+        balance.reduce_grads(placement, [grads]) if is_other else push(placement)
+
+    def wrong(call, right, wrong):
+        with pytest.raises(weft.InvalidArgument, match=DIFFERENT):
+            call(wrong if rank == 1 else right)
+        push(placement)
+        assert is_up_to_date(balance, group, weights)  # still usable
+
+    wrong(push, placement, other)
+    wrong(lambda mine: balance.reduce_grads(mine, [grads]), placement, other)
+    wrong(lambda mine: balance.apply(mine, experts, rows, weights), placement, other)
+    wrong(lambda mine: balance.reduce_grads(placement, [mine]), grads, halves)
+    wrong(pushed_or_reduced, False, True)
+    wrong(other_memory, False, True)
+    wrong(lambda of: (backward(of), backward(of)), weights, weights.detach())
+
+
+def test_ranks_that_differ_in_what_they_pass_are_refused_by_name(ranks):
+    ranks(apart, 2)
+
+
 def changed(rank, num_ranks, group):
     case = Case(rank, num_ranks, group)
     first, second, _ = case.weights

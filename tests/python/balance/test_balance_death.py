@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import copies
+from weft import _core, copies
 from weft.block_products import block_linear
+from weft.exchange_begin import filled
 
 RANKS, VICTIM, LOCAL, SHAPE = 3, 1, 2, (8, 8)
 PLACEMENT = torch.tensor([[2], [4], [2]], dtype=torch.int32)  # the victim gives and gets
@@ -48,8 +49,8 @@ def dies_at(step):
         copies.carry = die
     elif step == "planned":  # the others wait for its rows
 
-        def plan_and_die(exchange, routes, _, *, layout, row_budget, **__):
-            exchange.plan(routes, layout=layout, row_budget=row_budget)
+        def plan_and_die(exchange, routes, _, *, copy_engines, **choices):
+            exchange.core.plan((routes, None, None, None), filled(_core.Options(), choices))
             die()
 
         weft.Exchange.plan_and_dispatch = plan_and_die

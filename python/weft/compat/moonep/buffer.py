@@ -152,8 +152,8 @@ class Buffer:
             slots = tuple(one[self.num_local :] for one in full)
             check_weights(slots, own, self.B)
             sends = sends_of(plan.experts_to_copy, self.num_local, self.rank)
-            most = plan.experts_to_copy.numel()
-            put_weights(slots, own, sends, carry_by(call, self.num_ranks, most, self.num_sms))
+            how = ("prefetch_weight", plan.experts_to_copy, self.num_sms)
+            put_weights(slots, own, sends, carry_by(call, self.num_ranks, *how))
 
     @without_gradients
     def combine(

@@ -120,6 +120,7 @@ def refused(rank, num_ranks, group):
             buffer.dispatch(*(args if rank == 1 else (x, weights, ids)))
         texts.append(str(told.value))
     rows, route_weights, _, plan = buffer.dispatch(x, weights, ids)
+    *_, other = buffer.dispatch(x, weights, ids + 2)
     full = dict.fromkeys(
         ("full_gate_weight", "full_up_weight", "full_down_weight"), torch.zeros(4, 8)
     )
@@ -128,6 +129,7 @@ def refused(rank, num_ranks, group):
         (buffer.combine, {"plan": plan, "hidden_nvsh": rows}, {"plan": None}),
         (buffer.prefetch_weight, {"plan": plan, **full}, {"full_up_weight": torch.zeros(3, 8)}),
         (buffer.prefetch_weight, {"plan": plan, **full}, {"plan": rows}),
+        (buffer.prefetch_weight, {"plan": plan, **full}, {"plan": other}),
     ):
         with pytest.raises(ValueError) as told:
             call(**(right | (wrong if rank == 1 else {})))
@@ -150,6 +152,7 @@ REASONS = [
     "plan is a NoneType",
     "full_up_weight is not a tensor of 4 experts",
     "plan is a Tensor",
+    "prefetch_weight: ranks differ in the call, its placement",
 ]
 
 

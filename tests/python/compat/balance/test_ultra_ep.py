@@ -182,6 +182,7 @@ def refused(rank, num_ranks, group):
     _, routing_map = routing(rank, num_ranks, 0)
     refuses(manager.update_placement, (0, routing_map), (0, routing_map.int()))
     refuses(manager.update_placement, (0, routing_map), (LAYERS, routing_map))
+    refuses(manager.update_placement, (0, routing_map), (1, routing_map))
     manager.update_placement(0, routing_map)
     weights, grads = weights_of(rank, 0), grads_of(rank, 0, MASTERS)
     if rank == 0:
@@ -190,6 +191,10 @@ def refused(rank, num_ranks, group):
     with pytest.raises(AssertionError, match="fc1_weights are .* .expected 2 of 24"):
         manager.construct_local_master_ptr_pool(0, weights[1], weights[1], *grads)
     manager.construct_local_master_ptr_pool(0, *weights, *grads)
+    manager.construct_local_master_ptr_pool(1, *weights, *grads)
+    manager.update_placement(1, routing_map)
+    refuses(manager.weight_sync, (0,), (1,))
+    refuses(manager.grad_reduce, (0,), (1,))
     manager.weight_sync(0)  # still usable
     with pytest.raises(AssertionError, match="explicitly_destroy"):
         manager.destroy()
@@ -202,7 +207,10 @@ REASONS = [
     "legacy_placement",
     "routing_map has dtype torch.int32",
     "layer = 3 (expected 0 to 2)",
+    "update_placement: layer differs between ranks: [0, 1]",
     "layer 0 has no construct_local_master_ptr_pool",
+    "weight_sync: ranks differ in the call, its placement",
+    "grad_reduce: ranks differ in the call, its placement",
 ]
 
 

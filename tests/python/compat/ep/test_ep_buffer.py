@@ -256,6 +256,26 @@ def test_copies_stay_in_their_domain(ranks):
     ranks(copies_of_two_domains, NUM_RANKS)
 
 
+def mappings_of_one_domain_differ(rank, num_ranks, group):
+    """The others' is their own affair."""
+    with two_domains() as hosts:
+        buffer, (slots,) = buffer_with(hosts, [((2, 8), torch.float32)])
+        own = torch.full_like(slots, rank)
+        mapping = torch.tensor([[2, -1], [-1, 1]], dtype=torch.int32, device=slots.device)
+        if rank < 2:
+            mapping[1] = mapping[1].flip(0)
+        wrong = mapping.flip(1) if rank == 3 else mapping
+        for call in (buffer.lb_prefetch_weights, buffer.lb_reduce_grads):
+            with pytest.raises(weft.InvalidArgument, match="mapping differs from that of ranks"):
+                call(slots, own, wrong)
+        buffer.lb_prefetch_weights(slots, own, mapping).wait()
+        assert slots[int(mapping[rank % 2, 1] >= 0)].eq(rank ^ 1).all()
+
+
+def test_mappings_that_differ_within_a_domain_are_refused(ranks):
+    ranks(mappings_of_one_domain_differ, NUM_RANKS)
+
+
 def copies_refused(rank, num_ranks, group):
     buffer, (slots,) = buffer_with(group, [((2, 8), torch.float32)])
     own = torch.zeros_like(slots)
@@ -278,6 +298,13 @@ def copies_refused(rank, num_ranks, group):
     refuses("expected -1 to", weights, slots, own, torch.full_like(mapping, 2 * num_ranks))
     with pytest.raises(weft.InvalidArgument, match="num_sms = -1"):  # on one rank
         weights(slots, own, mapping, -1 if rank == 1 else 0)
+    other = mapping.clone()
+    other[1, 0] = 0
+    for call in (weights, grads):
+        with pytest.raises(weft.InvalidArgument, match="ranks differ in the call, its placement"):
+            call(slots, own, other if rank == 1 else mapping)
+    with pytest.raises(weft.InvalidArgument, match="ranks differ in the call, its placement"):
+        (weights if rank == 1 else grads)(slots, own, mapping)
     grads(slots, own, mapping).wait()
     assert not own.any()
 

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.copies import Carry, add_gradients, carry, put_weights, rows_of, sends_of, unknown_expert
+from weft.copies import (
+    Carry,
+    add_gradients,
+    carry,
+    checksum,
+    put_weights,
+    rows_of,
+    sends_of,
+    unknown_expert,
+)
 
 from ..checks import check, check_tensor
 from ..payload import parts_of, round_up
@@ -66,16 +75,42 @@ def check_gradients(redundant: tuple[Tensor, ...], own: tuple[Tensor, ...], num_
     _check_place("expert_grads", own[0])
 
 
-def carry_by(call: Call, num_ranks: int, most: int, num_sms: int) -> Carry:
-    """By exchanges of `call`. most: blocks that any rank sends, alike on all of them."""
+def carry_by(
+    call: Call,
+    num_ranks: int,
+    name: str,
+    mapping: Tensor,
+    num_sms: int,
+    of: Any = None,
+    domain: range | None = None,
+) -> Carry:
+    """By exchanges of `call`. Ranks that have different mappings, or another `of`, raise. domain:
+    the ranks whose mapping it is, if not all."""
+    most = mapping.numel()  # blocks that any rank sends
+    slots = mapping.tolist()
+    said = (name, slots if domain is None else list(mapping.shape), of)
 
     def carried(blocks: Tensor, to: list[int], sources: list[int]) -> Tensor:
         row, each = rows_of(blocks.size(1))
-        budget = len(sources) * each
-        key = (row, num_ranks, blocks.device)
-        call.plans(key, max(most * each, 1), 1, layout="rank_major", row_budget=budget)
-        sms = num_sms if blocks.is_cuda else 0
-        return carry(call.exchange, blocks, to, len(sources), num_sms=sms)
+        key, sms = (row, num_ranks, blocks.device), num_sms if blocks.is_cuda else 0
+
+        def carry_on(blocks: Tensor, to: Sequence[int], num_received: int) -> Tensor:
+            return carry(call.exchange, blocks, to, num_received, said, num_sms=sms)
+
+        def plans(num_rows: int) -> None:
+            size = max(most * each, len(domain or ()), 1)
+            call.plans(key, size, 1, layout="rank_major", row_budget=num_rows)
+
+        if domain is not None:  # a number is compared with other domains', too
+            plans(len(domain))
+            mine = torch.full((len(domain), row // 4), checksum(slots), dtype=torch.int32)
+            mine = mine.view(torch.uint8).to(blocks.device)
+            theirs = carry_on(mine, domain, len(domain))
+        plans(len(sources) * each)
+        if domain is not None:
+            others = [domain[at] for at in (theirs != mine).any(1).nonzero().flatten().tolist()]
+            check(not others, f"the mapping differs from that of ranks {others} (must be equal)")
+        return carry_on(blocks, to, len(sources))
 
     return carried
 
@@ -152,6 +187,10 @@ class ExpertCopies:
                 problem = unknown_expert(mapping, own[0].size(0))
                 check(problem is None, f"redundancy_mapping{problem}")
                 sends = sends_of(mapping, own[0].size(0), self.rank_idx)
-                carried = carry_by(call, self.num_ranks, mapping.numel(), round_up(num_sms, 2))
+                size = self.num_nvlink_ranks
+                first = self.rank_idx - self.rank_idx % size
+                domain = None if size == self.num_ranks else range(first, first + size)
+                how = (name, mapping, round_up(num_sms, 2))
+                carried = carry_by(call, self.num_ranks, *how, domain=domain)
                 move(redundant, own, sends, carried)
         return event_of(work)
