@@ -14,8 +14,10 @@
 #include "core/log.hpp"
 #include "core/size_class.hpp"
 #include "cuda/plan/balance/launch.hpp"
+#include "cuda/plan/count.hpp"
 #include "cuda/plan/download.hpp"
 #include "cuda/plan/shared_map.hpp"
+#include "cuda/plan/spread.hpp"
 #include "group/agree.hpp"
 #include "group/control_plane.hpp"
 
@@ -184,6 +186,8 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_swap_counts();
   prepare_balance();
   prepare_imported_plan();
+  prepare_count_routing();
+  prepare_spread_routing();
   weft::prepare_dispatch();
   prepare_copied_dispatch();
   prepare_routed_dispatch();

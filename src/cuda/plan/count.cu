@@ -236,6 +236,11 @@ __global__ void __launch_bounds__(kThreads) WEFT_COUNTING_CLUSTER
 
 }  // namespace
 
+void prepare_count_routing() {
+  load(count_routing_kernel<int64_t>);
+  load(count_routing_kernel<int32_t>);
+}
+
 void launch_count_routing(const CountLaunch& call, int gpu, void* stream) {
   const CudaDeviceGuard guard(gpu);
   Kernel<CountLaunch> kernel = {count_routing_kernel<int64_t>, kThreads};

@@ -81,6 +81,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+void prepare_spread_routing() {
+  load(spread_routing_kernel);
+}
+
 void launch_spread_routing(const SpreadLaunch& call, int gpu, void* stream) {
   const CudaDeviceGuard guard(gpu);
   const int64_t blocks =

@@ -17,7 +17,8 @@ struct SpreadLaunch {
   float* spread = nullptr;         // likewise; null: not wanted
 };
 
-// stream: a cudaStream_t of this GPU. Throws Error (kCuda, kUnsupported without CUDA).
+// stream: a cudaStream_t of this GPU. They throw Error (kCuda, kUnsupported without CUDA).
+void prepare_spread_routing();  // once per device and before any capture
 void launch_spread_routing(const SpreadLaunch& call, int gpu, void* stream);
 
 }  // namespace weft
