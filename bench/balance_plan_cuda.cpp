@@ -34,7 +34,7 @@ constexpr int kSkipped = 77;  // for CTest: nothing to measure here
 
 class DeviceNumbers {
  public:
-  explicit DeviceNumbers(size_t size) : size_(size) { buffer_.create(size, {}); }
+  explicit DeviceNumbers(size_t size) : size_(size) { buffer_.create(size, nullptr, {}); }
   explicit DeviceNumbers(const std::vector<int32_t>& numbers) : DeviceNumbers(numbers.size()) {
     WEFT_CUDA(
         Context{}, cudaMemcpy(get(), numbers.data(), buffer_.bytes(), cudaMemcpyHostToDevice)

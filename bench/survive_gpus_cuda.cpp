@@ -87,12 +87,12 @@ class Contender {
     const ConstTensor idx = input.topk_idx.view();
     const auto bytes =
         static_cast<uint64_t>(idx.rows * idx.cols) * static_cast<uint64_t>(dtype_bytes(idx.dtype));
-    idx_.create(bytes, {});
+    idx_.create(bytes, nullptr, {});
     WEFT_CUDA(Context{}, cudaMemcpy(idx_.get(), idx.data, bytes, cudaMemcpyHostToDevice));
     const int64_t rows = shape.rows_of_mean * shape.tokens * kTopk;
     options_ = {.layout = shape.layout, .row_budget = rows};
-    x_.create(static_cast<uint64_t>(shape.tokens * hidden) * 2, {});
-    out_.create(static_cast<uint64_t>(shape.tokens * hidden) * 2, {});
+    x_.create(static_cast<uint64_t>(shape.tokens * hidden) * 2, nullptr, {});
+    out_.create(static_cast<uint64_t>(shape.tokens * hidden) * 2, nullptr, {});
     rows_ = exchange_->allocate(rows, hidden, DType::kBFloat16);
     tokens_ = {.dtype = DType::kBFloat16, .rows = shape.tokens, .cols = hidden};
     tokens_.device = config.device;

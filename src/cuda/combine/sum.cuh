@@ -266,7 +266,7 @@ class CombineSum {
     }
     __syncwarp();
     is_last = __shfl_sync(kAllLanes, is_last, 0);
-    if (is_last != 0 && lane < me_.num_ranks) {
+    if (is_last != 0 && lane < me_.num_ranks && !is_lost(me_, lane)) {
       ptx::fence_sys();
       const auto slot = me_.map.signals().source_weights(static_cast<uint32_t>(me_.rank));
       ptx::store_relaxed_sys(setup_.signals[lane] + slot, setup_.epoch);

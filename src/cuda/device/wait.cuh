@@ -341,6 +341,15 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
   }
 }
 
+// One thread, after a fence, tells all ranks that this one's records of a plan are there.
+__device__ __forceinline__ void tell_records(const RankView& me, uint64_t call) {
+  for (int rank = 0; rank < me.num_ranks; ++rank) {
+    if (!is_lost(me, rank)) {
+      ptx::store_relaxed_sys(records_of(me, rank, me.rank), call);
+    }
+  }
+}
+
 // One thread sends this rank's handshake to one peer.
 __device__ inline void post_word(
     const RankView& me, uint32_t epoch, const DeviceHandshake& word, int peer

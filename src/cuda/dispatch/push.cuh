@@ -139,6 +139,7 @@ class DispatchPush {
 
   // The block's last warp: lane r raises the signals at rank r.
   __device__ void run_signals() const {
+    const bool is_telling = lane_index() < me_.num_ranks && !is_lost(me_, lane_index());
     const auto first = [&](int in_block) {
       return team_index(block_.index, block_.count, in_block);
     };
@@ -152,11 +153,10 @@ class DispatchPush {
         team_.warps,
         chunks_of,
         [&](int in_block, int n) {
-          const int lane = lane_index();
-          if (lane < me_.num_ranks) {
+          if (is_telling) {
             const int chunk = first(in_block) + n * team_.count;
             const auto slot = me_.map.signals().dispatch(me_.rank, chunk);
-            ptx::store_relaxed_sys(setup_.signals[lane] + slot, setup_.epoch);
+            ptx::store_relaxed_sys(setup_.signals[lane_index()] + slot, setup_.epoch);
           }
         }
     );

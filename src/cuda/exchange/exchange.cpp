@@ -172,15 +172,16 @@ void CudaExchange::set_up(uint64_t stamp) {
   own_->stream = GpuStream(gpu);
   reserve_streams(gpu);
   own_->last_call.create(context_);
-  own_->local.create(1, context_);
+  const cudaStream_t stream = own_->stream.get();
+  own_->local.create(1, stream, context_);
   own_->fault.create(2, context_);
   const PlanMap largest = plan_map(kMostReplicas);
   host_shape_.create(largest.shape_bytes() + sizeof(uint32_t), context_);
-  plan_scratch_.create(plan_scratch_bytes(largest) / sizeof(int32_t) + 1, context_);
-  balance_scratch_.create(balance_scratch_words(largest), context_);
+  plan_scratch_.create(plan_scratch_bytes(largest) / sizeof(int32_t) + 1, stream, context_);
+  balance_scratch_.create(balance_scratch_words(largest), stream, context_);
   if (settings_.copy_engines) {
     const auto peers = static_cast<uint64_t>(context_.num_ranks - 1);
-    packed_.create(peers * control_map_.copied_stride, context_);
+    packed_.create(peers * control_map_.copied_stride, stream, context_);
   }
   weft::prepare_plan(plan_map());
   prepare_swap_counts();
@@ -233,9 +234,10 @@ void CudaExchange::set_up(uint64_t stamp) {
 void CudaExchange::set_epoch(uint64_t epoch) {
   const CudaDeviceGuard guard(settings_.device.index);
   num_copies_ = static_cast<uint32_t>(epoch);
-  WEFT_CUDA(
-      context_, cudaMemcpy(&own_->local.get()->epoch, &epoch, sizeof epoch, cudaMemcpyHostToDevice)
-  );
+  const cudaStream_t stream = own_->stream.get();
+  uint32_t* const place = &own_->local.get()->epoch;
+  WEFT_CUDA(context_, cudaMemcpyAsync(place, &epoch, sizeof epoch, cudaMemcpyHostToDevice, stream));
+  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
 }
 
 CudaExchange::~CudaExchange() {

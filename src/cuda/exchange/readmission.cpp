@@ -117,7 +117,7 @@ bool CudaExchange::find_control() {
     std::byte* control = memory_->control_of(rank);
     if (control == nullptr) {
       if (nobodys_.get() == nullptr) {
-        nobodys_.create(control_map_.num_bytes(), context_);
+        nobodys_.create(control_map_.num_bytes(), own_->stream.get(), context_);
       }
       control = nobodys_.get();
     }
@@ -130,7 +130,7 @@ bool CudaExchange::find_control() {
 // What was captured so far keeps its LocalState, by which all ranks are lost to it.
 void CudaExchange::retire_graphs() {
   CudaBuffer<LocalState> fresh;
-  fresh.create(1, context_);
+  fresh.create(1, own_->stream.get(), context_);
   const size_t at = offsetof(LocalState, wait_ns);
   WEFT_CUDA(
       context_,

@@ -32,16 +32,16 @@ class CudaEvent {
   std::unique_ptr<CUevent_st, CudaDeleter<cudaEventDestroy>> event_;
 };
 
-// Zeroed device memory of this process only.
+// Device memory of this process only, zero for what follows in `stream`.
 template <class T>
 class CudaBuffer {
  public:
-  void create(uint64_t count, const Context& context) {
+  void create(uint64_t count, cudaStream_t stream, const Context& context) {
     void* data = nullptr;
     bytes_ = count * sizeof(T);
     WEFT_CUDA(context, cudaMalloc(&data, bytes_));
     data_.reset(static_cast<T*>(data));
-    WEFT_CUDA(context, cudaMemset(data, 0, bytes_));
+    WEFT_CUDA(context, cudaMemsetAsync(data, 0, bytes_, stream));
   }
   [[nodiscard]] T* get() const { return data_.get(); }
   [[nodiscard]] uint64_t bytes() const { return bytes_; }

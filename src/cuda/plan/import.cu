@@ -166,9 +166,7 @@ __device__ void raise_records(const ImportedPlanLaunch& call, const ImportedSetu
     return;
   }
   ptx::fence_sys();
-  for (int rank = 0; rank < call.me.num_ranks; ++rank) {
-    ptx::store_relaxed_sys(records_of(call.me, rank, call.me.rank), setup.call);
-  }
+  tell_records(call.me, setup.call);
 }
 
 __global__ void __launch_bounds__(kImportThreads)

@@ -40,9 +40,7 @@ __device__ inline void raise_records(
     }
     ptx::fence_sys();
   }
-  for (int rank = 0; rank < call.me.num_ranks; ++rank) {
-    ptx::store_relaxed_sys(records_of(call.me, rank, call.me.rank), *shared.call);
-  }
+  tell_records(call.me, *shared.call);
 }
 
 // All threads of all blocks make the plan. If the call is given up, all threads of a block return

@@ -165,7 +165,7 @@ void CudaRegions::meet(const Group& group, const Meeting& who) {
         {.device = device_, .devices = devices, .is_exported = is_exported(), .context = context()}
     );
     const uint64_t entries = static_cast<uint64_t>(num_ranks_) * kMaxPeerRegions;
-    table_.create(entries, context());
+    table_.create(entries, nullptr, context());
     new_table_.create(entries, context());
     WEFT_CUDA(context(), cudaStreamSynchronize(nullptr));  // it is zero before the first entry
   });
