@@ -26,7 +26,7 @@ __device__ bool await_mark(const CombineLaunch& call, uint32_t epoch, int expert
   const auto blocks = static_cast<int>(call.ready.marks.cols) / experts;
   const auto* mark =
       reinterpret_cast<const uint32_t*>(call.ready.marks.data) + int64_t{expert} * blocks + block;
-  const uint64_t begin = ptx::nanoseconds();
+  Patience patience(ptx::clock_now());
   for (;;) {
     uint32_t seen = 0;
 #pragma unroll 1
@@ -40,7 +40,7 @@ __device__ bool await_mark(const CombineLaunch& call, uint32_t epoch, int expert
     if (is_stopped(me)) {
       return false;
     }
-    if (ptx::nanoseconds() - begin > me.timeout_ns) {
+    if (patience.look(ptx::clock_now(), me.look_ns) > me.timeout_ns) {
       const FaultRecord fault = {
           .kind = FaultKind::kTimeout,
           .op = Op::kCombine,

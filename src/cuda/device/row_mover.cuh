@@ -146,10 +146,10 @@ inline constexpr int32_t kBulkPiece = 4096;  // bytes
 __device__ __noinline__ inline bool await_barrier(
     const RankView& me, Op op, uint64_t* barrier, uint32_t parity
 ) {
-  constexpr uint64_t kPatience = 3;
-  const uint64_t begin = ptx::nanoseconds();
+  constexpr uint64_t kTimes = 3;
+  Patience patience(ptx::clock_now());
   while (!ptx::try_wait_barrier(barrier, parity)) {
-    if (ptx::nanoseconds() - begin > kPatience * me.timeout_ns) {
+    if (patience.look(ptx::clock_now(), me.look_ns) > kTimes * me.timeout_ns) {
       raise_timeout(me, {op, current_epoch(me), me.rank, WaitFor::kStage}, parity ^ 1U, parity);
       return false;
     }

@@ -28,8 +28,8 @@ __device__ __noinline__ inline uint64_t await_tagged(
 ) {
   // The handshakes are awaited elsewhere, and their timeout says more than one here: so this wait
   // is twice as long.
-  constexpr uint32_t kPatience = 2;
-  const uint64_t begin = ptx::nanoseconds();
+  constexpr uint32_t kTimes = 2;
+  Patience patience(ptx::clock_now());
   for (;;) {
     uint64_t seen = 0;
     for (int i = 0; i < 32; ++i) {
@@ -41,7 +41,7 @@ __device__ __noinline__ inline uint64_t await_tagged(
     if (is_stopped(me)) {
       return 0;
     }
-    if (ptx::nanoseconds() - begin > kPatience * me.timeout_ns) {
+    if (patience.look(ptx::clock_now(), me.look_ns) > kTimes * me.timeout_ns) {
       raise_timeout(me, site, static_cast<uint32_t>(seen >> 32), site.epoch);
       return 0;
     }

@@ -7,6 +7,7 @@
 
 #include "cuda/device/ptx/memory.cuh"
 #include "cuda/layout/control.hpp"
+#include "cuda/layout/patience.hpp"
 
 namespace weft {
 
@@ -163,15 +164,11 @@ __device__ inline std::byte* peer_data(
 // the call is given up, by this wait's deadline or elsewhere on this rank; the caller then leaves
 // its role. Of a rank that is lost there is nothing to wait for.
 // A call that is given up still waits for handshakes, so that no rank gets two calls ahead of
-// another. `patience` multiplies the deadline, for waits whose timeout would say less than that of
+// another. `times` multiplies the deadline, for waits whose timeout would say less than that of
 // another wait for the same peer.
 template <class Epoch>
 __device__ inline bool wait_reached(
-    const RankView& me,
-    const Epoch* signal,
-    Epoch wanted,
-    const WaitSite& site,
-    uint32_t patience = 1
+    const RankView& me, const Epoch* signal, Epoch wanted, const WaitSite& site, uint32_t times = 1
 ) {
   if (is_reached(ptx::load_acquire_sys(signal), wanted)) {
     return true;
@@ -179,7 +176,7 @@ __device__ inline bool wait_reached(
   if (is_lost(me, site.peer)) {
     return true;
   }
-  const uint64_t begin = ptx::nanoseconds();
+  Patience patience(ptx::clock_now());
   for (;;) {
     Epoch seen = 0;
 #pragma unroll 1                    // what waits need not be fast, and code has to be fetched
@@ -189,7 +186,7 @@ __device__ inline bool wait_reached(
       if (is_reached(seen, wanted)) {
         atomicAdd(
             reinterpret_cast<unsigned long long*>(&me.local->wait_ns[site.peer]),
-            static_cast<unsigned long long>(ptx::nanoseconds() - begin)
+            static_cast<unsigned long long>(patience.look(ptx::clock_now(), me.look_ns))
         );
         return true;
       }
@@ -199,7 +196,7 @@ __device__ inline bool wait_reached(
         (state == StopState::kGivenUp && site.waiting_for != WaitFor::kWord)) {
       return false;
     }
-    if (ptx::nanoseconds() - begin > patience * me.timeout_ns) {
+    if (patience.look(ptx::clock_now(), me.look_ns) > times * me.timeout_ns) {
       raise_timeout(me, site, seen, wanted);
       return false;
     }

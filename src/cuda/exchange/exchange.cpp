@@ -13,6 +13,7 @@
 #include "core/gpu/devices.hpp"
 #include "core/log.hpp"
 #include "core/size_class.hpp"
+#include "cuda/layout/patience.hpp"
 #include "cuda/plan/balance/launch.hpp"
 #include "cuda/plan/count.hpp"
 #include "cuda/plan/download.hpp"
@@ -215,6 +216,7 @@ void CudaExchange::set_up(uint64_t stamp) {
       .timeout_ns = static_cast<uint64_t>(
           std::chrono::duration_cast<std::chrono::nanoseconds>(settings_.timeout).count()
       )};
+  view_.look_ns = Patience::most_of(view_.timeout_ns);
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
     view_.control[rank] = memory_->control_of(rank);
   }

@@ -421,7 +421,8 @@ struct RankView {
   LocalState* local = nullptr;
   FaultRecord* fault = nullptr;  // and, behind it, the record of what is none
   uint64_t timeout_ns = 0;
-  uint32_t poll_ns = 100;  // between two looks at a signal; a guess
+  uint32_t poll_ns = 100;            // between two looks at a signal; a guess
+  uint32_t look_ns = 1'000'000'000;  // that one at the clock counts for, at most (Patience)
 };
 
 }  // namespace weft

@@ -92,4 +92,11 @@ __device__ __forceinline__ uint64_t nanoseconds() {
   return value;
 }
 
+// The lower half, for `Patience`.
+__device__ __forceinline__ uint32_t clock_now() {
+  uint32_t value;
+  asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(value));
+  return value;
+}
+
 }  // namespace weft::ptx
