@@ -18,6 +18,7 @@ NIGHT = {
     "answers": ["N=3"],
     "ballots": ["N=4", "C=1"],
     "captured": ["STEPS=8"],
+    "clearing": ["REPLAYS=4"],
     "cpu": ["NIGHT"],
     "copies": ["C=4"],
     "dispatch": ["C=4"],

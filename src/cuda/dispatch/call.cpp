@@ -253,7 +253,7 @@ void CudaExchange::place_rows(
   unplaced_.reset();
   if (call.stream == nullptr) {
     wait_for(stream);
-    check();
+    check_behind(stream);
   }
 }
 

@@ -139,8 +139,8 @@ class CudaExchange final : public Executor {
   void stop();
   // What they have come to then; nothing: they have not ended yet. No call is made meanwhile.
   [[nodiscard]] std::optional<LossWatch::Calls> ended_calls() const;
-  // The same within a call, which goes on whatever was wrong with those before it.
-  void check_faults();
+  // check() within a call, in `stream`, which goes on whatever was wrong with those before it.
+  void check_faults(std::optional<cudaStream_t> stream = std::nullopt);
   // Whether it would throw; any thread may ask.
   [[nodiscard]] bool has_fault() const { return has_record(0); }
 
@@ -217,10 +217,13 @@ class CudaExchange final : public Executor {
   // Whether a plan that this rank has refused was a call of its own for the others, as their
   // handshakes say. False if they refused it, too.
   [[nodiscard]] bool do_peers_only_plan(uint32_t epoch) const;
+  // check() beside a call in `stream`, or in none that is known: all calls so far are in it or
+  // before it, replays included.
+  void check_behind(std::optional<cudaStream_t> stream);
   // Throws what the record says. A refusal that harmed nothing is cleared first.
-  void throw_fault();
+  void throw_fault(std::optional<cudaStream_t> stream);
   // False: a peer has not come to a call since, so that the exchange can no longer be used.
-  bool clear_fault(uint32_t epoch);
+  bool clear_fault(uint32_t epoch, std::optional<cudaStream_t> stream);
   [[nodiscard]] ControlSurvey survey_control(uint32_t epoch) const;
   // Those whose handshake of this rank's last call has not come.
   [[nodiscard]] std::vector<int> silent_ranks() const;
@@ -414,7 +417,8 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
         }
       }
       if (!losses_ || !is_second || broken_) {
-        check();  // the call counts on every rank, whichever of them hears of a fault first
+        // The call counts on every rank, whichever of them hears of a fault first.
+        check_behind(stream);
       }
       return launch(stream);
     } catch (const Error& error) {
@@ -428,7 +432,7 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
   const auto end = [&] {
     if (call.stream == nullptr) {
       wait_for(stream);
-      check();
+      check_behind(stream);
     }
   };
   if constexpr (std::is_void_v<decltype(launch(stream))>) {

@@ -16,7 +16,11 @@
 namespace weft {
 
 void CudaExchange::check() {
-  check_faults();
+  check_behind(std::nullopt);
+}
+
+void CudaExchange::check_behind(std::optional<cudaStream_t> stream) {
+  check_faults(stream);
   if (has_misuse()) {
     std::atomic_thread_fence(std::memory_order_acquire);
     const FaultRecord misuse = std::exchange(own_->fault.get()[1], {});
@@ -24,7 +28,7 @@ void CudaExchange::check() {
   }
 }
 
-void CudaExchange::check_faults() {
+void CudaExchange::check_faults(std::optional<cudaStream_t> stream) {
   if (broken_) {
     std::rethrow_exception(broken_);
   }
@@ -34,7 +38,7 @@ void CudaExchange::check_faults() {
   }
   if (has_fault()) {
     std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
-    throw_fault();
+    throw_fault(stream);
   }
 }
 
@@ -180,12 +184,16 @@ bool CudaExchange::record_end(cudaStream_t stream) const {
 }
 
 // Once this rank's part of the call has ended, in whatever stream it was replayed, and what is
-// queued behind it. Nobody else is waited for: a peer on the same GPU may wait for this rank.
-bool CudaExchange::clear_fault(uint32_t epoch) {
+// queued behind it: of a replay that runs meanwhile some blocks would find the call given up, and
+// others not. Nobody else is waited for: a peer on the same GPU may wait for this rank.
+bool CudaExchange::clear_fault(uint32_t epoch, std::optional<cudaStream_t> stream) {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
   const auto deadline = std::chrono::steady_clock::now() + 2 * settings_.timeout;  // of its waits
   WEFT_CUDA(context_, cudaEventSynchronize(own_->last_call.get()));
+  if (stream && !is_capturing(*stream, context_)) {
+    WEFT_CUDA(context_, cudaStreamSynchronize(*stream));
+  }
   const auto now = [&] { return read_gpu<uint32_t>(&own_->local.get()->epoch); };
   while (static_cast<int32_t>(now() - epoch) < 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -194,13 +202,13 @@ bool CudaExchange::clear_fault(uint32_t epoch) {
     return false;
   }
   *own_->fault.get() = {};  // first: once calls may go on, the next fault may come
-  const cudaStream_t stream = own_->stream.get();
-  WEFT_CUDA(context_, cudaMemsetAsync(&own_->local.get()->stopped, 0, sizeof(StopState), stream));
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  const cudaStream_t own = own_->stream.get();
+  WEFT_CUDA(context_, cudaMemsetAsync(&own_->local.get()->stopped, 0, sizeof(StopState), own));
+  WEFT_CUDA(context_, cudaStreamSynchronize(own));
   return true;
 }
 
-void CudaExchange::throw_fault() {
+void CudaExchange::throw_fault(std::optional<cudaStream_t> stream) {
   FaultRecord record = *own_->fault.get();
   if (record.kind == FaultKind::kOldGraph) {  // it has done nothing
     *own_->fault.get() = {};
@@ -237,7 +245,7 @@ void CudaExchange::throw_fault() {
     }
   }
   // Nothing was harmed if all ranks gave the call up, and count it.
-  if (is_mutual && clear_fault(record.epoch)) {
+  if (is_mutual && clear_fault(record.epoch, stream)) {
     raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, named, survey));
   }
   const bool is_of_peer = is_late && record.waiting_for < WaitFor::kGrid;

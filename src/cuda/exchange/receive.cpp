@@ -16,7 +16,7 @@ void CudaExchange::receive(const Plan& plan, const CallOptions& call) {
   receive_open(stream);
   if (call.stream == nullptr) {
     wait_for(stream);
-    check();
+    check_behind(stream);
   }
 }
 

@@ -294,7 +294,7 @@ void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream
   const auto start = Clock::now();
   auto look = start + std::chrono::milliseconds(5);
   while (*seen == 0) {
-    check_faults();
+    check_faults(stream);
     if (Clock::now() < look) {
       continue;
     }
@@ -305,7 +305,7 @@ void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream
       static_cast<void>(cudaGetLastError());  // it is no error of the next launch
     } else {
       WEFT_CUDA(context_, state);
-      check_faults();
+      check_faults(stream);
       const auto code = ErrorCode::kInternal;
       WEFT_CHECK(context_, *seen != 0, code, "plan: the kernel ended without a result");
     }

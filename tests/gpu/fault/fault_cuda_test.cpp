@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <functional>
 #include <thread>
 #include <vector>
 
@@ -287,12 +288,16 @@ TEST_P(GpuFaultTest, TellsAfterTheStreamIsGone) {
 }
 
 // The exchange knows the stream of the capture at most.
-TEST_P(GpuFaultTest, TellsOfAGraphInAnotherStream) {
+// A captured plan is replayed so often with a wrong index of rank 1; `look` is to throw what is
+// found.
+void expect_refusal_of_replays(
+    int num_gpus, int replays, const std::function<void(FaultRank&, const TestStream&)>& look
+) {
   expect_refusal(
-      gpus(),
+      num_gpus,
       "plan",
       "plan: topk_idx[7, 1] = -2 is out of range (num_experts = 6, -1 = no route)",
-      [](FaultRank& own) {
+      [&](FaultRank& own) {
         const TestStream captured(own.exchange.config().device);
         const TestStream replayed(own.exchange.config().device);
         const auto stream = static_cast<cudaStream_t>(captured.get());
@@ -311,13 +316,12 @@ TEST_P(GpuFaultTest, TellsOfAGraphInAnotherStream) {
         // Making a graph may wait for the whole GPU, where kernels of other ranks wait for this
         // one.
         own.group->barrier();
-        WEFT_CUDA(Context{}, cudaGraphLaunch(runnable, static_cast<cudaStream_t>(replayed.get())));
-        const auto deadline = std::chrono::steady_clock::now() + 2 * kGpuTimeout;
-        const auto thrown = thrown_by([&] {
-          while (std::chrono::steady_clock::now() < deadline) {
-            own.exchange.check();  // while blocks of the call may still run
-          }
-        });
+        for (int i = 0; i < replays; ++i) {
+          WEFT_CUDA(
+              Context{}, cudaGraphLaunch(runnable, static_cast<cudaStream_t>(replayed.get()))
+          );
+        }
+        const auto thrown = thrown_by([&] { look(own, replayed); });
         replayed.wait();
         static_cast<void>(cudaGraphExecDestroy(runnable));
         static_cast<void>(cudaGraphDestroy(graph));
@@ -327,6 +331,24 @@ TEST_P(GpuFaultTest, TellsOfAGraphInAnotherStream) {
       },
       false
   );
+}
+
+TEST_P(GpuFaultTest, TellsOfAGraphInAnotherStream) {
+  expect_refusal_of_replays(gpus(), 1, [](FaultRank& own, const TestStream& /*stream*/) {
+    const auto deadline = std::chrono::steady_clock::now() + 2 * kGpuTimeout;
+    while (std::chrono::steady_clock::now() < deadline) {
+      own.exchange.check();  // while blocks of the call may still run
+    }
+  });
+}
+
+// The call may hear of the fault while many of them are still to run.
+TEST_P(GpuFaultTest, GivesUpAllReplaysBehindAFault) {
+  expect_refusal_of_replays(gpus(), 50, [](FaultRank& own, const TestStream& stream) {
+    static_cast<void>(own.exchange.plan(own.routing, own.options, {.stream = stream.get()}));
+    stream.wait();
+    own.exchange.check();
+  });
 }
 
 TEST_P(GpuFaultTest, RefusesAConfigThatCannotBe) {
