@@ -26,14 +26,14 @@ body { background: var(--bg); color: var(--fg); font: 15px/1.5 system-ui, sans-s
   max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; }
+pre, .wide { overflow-x: auto; }
 th, td { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid var(--rule); }
-th { color: var(--soft); font-weight: 600; } .n { text-align: right; }
+th { color: var(--soft); font-weight: 600; } .n { text-align: right; white-space: nowrap; }
 figure { margin: 1.2rem 0; } figcaption { color: var(--soft); font-size: .9rem; }
-svg { max-width: 100%; height: auto; }
+svg { max-width: 100%; min-width: 36rem; height: auto; }
 svg text { fill: var(--fg); font: 12px system-ui, sans-serif; }
 svg .soft { fill: var(--soft); } svg .title { font-size: 14px; font-weight: 600; }
-svg .grid { stroke: var(--rule); stroke-width: 1; }
+svg .grid, svg .axes { fill: none; stroke: var(--rule); stroke-width: 1; }
 svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 svg .heat { fill: var(--heat); } svg text.on { fill: var(--bg); }
 )";
@@ -79,7 +79,7 @@ void Page::add_table(const Table& table) {
 }
 
 void Page::add_figure(std::string_view svg, std::string_view caption) {
-  body_ += fmt::format("<figure>\n{}\n", svg);
+  body_ += fmt::format("<figure>\n<div class=\"wide\">\n{}</div>\n", svg);
   if (!caption.empty()) {
     add_element("figcaption", caption);
   }

@@ -163,6 +163,7 @@ class Picture {
       }
       text(kLeft - 8, px + 4, label, kEnd);
     }
+    path("class=\"axes\"", fmt::format("M{0} {1}V{2}H{3}", kLeft, kTop, bottom_, right_));
   }
 
   [[nodiscard]] const Axis& x() const { return x_; }
@@ -201,8 +202,8 @@ class Picture {
   void bar(
       std::string_view look, double x0, double y0, double x1, double y1, std::string_view title
   ) {
-    const auto [left, right] = std::minmax(x_.px(x0), x_.px(x1));
-    const auto [top, bottom] = std::minmax(y_.px(y0), y_.px(y1));
+    const auto [left, right] = std::minmax({x_.px(x0), x_.px(x1)});
+    const auto [top, bottom] = std::minmax({y_.px(y0), y_.px(y1)});
     box(look, left, top, std::max(right - left, kLeastWidth), bottom - top, title);
   }
 

@@ -8,11 +8,19 @@ from typing import Any
 
 Waits = dict[int, list[float]]  # by rank, the seconds it waited for each rank of the group
 
-_STYLE = """body { font: 15px sans-serif; margin: 2em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 }
-td, th { padding: 3px 9px; text-align: right; font-weight: normal }
-th { color: #666 }
-td { border: 1px solid #ddd }"""
+_STYLE = """:root { color-scheme: light dark; --bg: #ffffff; --fg: #1b1f24; --soft: #6a737d;
+  --rule: #d9dee3; --heat: 214 72 40 }
+@media (prefers-color-scheme: dark) {
+  :root { --bg: #14171a; --fg: #e3e6e8; --soft: #9aa4ad; --rule: #333a41; --heat: 190 60 30 } }
+body { background: var(--bg); color: var(--fg); font: 15px/1.5 system-ui, sans-serif;
+  max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin-top: 2.2rem }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .2rem .6rem; text-align: right; font-weight: normal }
+th { color: var(--soft) } .calls th { text-align: left; overflow-wrap: anywhere }
+td { border: 1px solid var(--rule) }
+.heat td { background: rgb(var(--heat) / var(--share)) }"""
 
 
 def calls_of(found: Mapping[str, Any]) -> collections.Counter[str]:
@@ -56,9 +64,12 @@ def page(found: Mapping[str, Any], title: str) -> str:
         for name, number in calls_of(found).most_common()
     ]
     parts = [
-        f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>",
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title><style>{_STYLE}</style>",
         f"<h1>{title}</h1>",
-        f"<p>{_processes(found)}.</p><table>{''.join(rows)}</table>",
+        f"<p>{_processes(found)}.</p>",
+        f'<div class="wide"><table class="calls">{"".join(rows)}</table></div>',
     ]
     parts += [_matrix(ranks, waits) for ranks, waits in waits_of(found).items()]
     return "\n".join(parts) + "\n"
@@ -83,7 +94,7 @@ def _matrix(ranks: tuple[int, ...], waits: Waits) -> str:
 
     def cell(seconds: float) -> str:
         shade = seconds / most if most > 0 else 0.0
-        return f'<td style="background:rgba(214,72,40,{shade:.3f})">{seconds:.3f}</td>'
+        return f'<td style="--share: {shade:.3f}">{seconds:.3f}</td>'
 
     head = "".join(f"<th>{peer}</th>" for peer in ranks)
     body = "".join(
@@ -93,5 +104,5 @@ def _matrix(ranks: tuple[int, ...], waits: Waits) -> str:
         f"<h2>Who waited for whom among {len(ranks)} ranks, seconds</h2>"
         f"<p>{_slowest(ranks, waits)}.</p>"
         f"<p>Rows: the rank that waited. Columns: the rank it waited for.</p>"
-        f"<table><tr><th></th>{head}</tr>{body}</table>"
+        f'<div class="wide"><table class="heat"><tr><th></th>{head}</tr>{body}</table></div>'
     )

@@ -108,7 +108,7 @@ def test_the_rank_that_others_waited_for_is_named_and_shown(tmp_path: Path):
     assert waits.startswith("  2 ranks waited ") and waits.endswith(" for rank 1")
     text = page.read_text()
     assert text.count("<tr>") == 2 + 3 and "ranks.py" in text
-    assert 'style="background:rgba(214,72,40,1.000)"' in text
+    assert 'style="--share: 1.000"' in text
 
 
 def test_chosen_names_are_weft_and_others_are_not():

@@ -42,8 +42,8 @@ def test_files_of_ranks_and_one_file_of_all_tell_the_same(tmp_path, capsys):
         assert cells(page) == [0.0, 0.5, 2.0, 0.25, 0.0, 3.0, 0.0, 0.25, 0.0]
         assert "5.00 s of them for rank 7." in page
         # The darkest is the longest wait.
-        assert 'style="background:rgba(214,72,40,1.000)">3.000<' in page
-        assert page.count("rgba(214,72,40,1.000)") == 1
+        assert 'style="--share: 1.000">3.000<' in page
+        assert page.count("--share: 1.000") == 1
 
 
 def test_a_rank_that_was_two_processes_has_waited_for_both(tmp_path, capsys):
