@@ -26,6 +26,7 @@ what earlier modes left.
 
 import argparse
 import json
+import logging
 import os
 import sys
 import traceback
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from weft.examples.program import join, leave, machine
 from weft.examples.qwen3_exposed import Exposure
@@ -62,7 +64,8 @@ def options() -> argparse.ArgumentParser:
     add("--modes", nargs="+", choices=list(MODES), help="default: all that go with the options")
     add("--balance", dest="replicas", type=int, metavar="R", help="replicas on each rank")
     add("--tokens", metavar="FILE", help="its bytes are the tokens (default: this package)")
-    add("--capacity", type=float, default=1.25, help="of the modes with a budget (default 1.25)")
+    budgets = "of the modes with a budget (default 1.25, on CPU the number of ranks: all rows fit)"
+    add("--capacity", type=float, help=budgets)
     add("--balanced", action="store_true", help="experts at random instead of by the router")
     add("--lr", type=float, help="default 4 / hidden: about the largest that is stable")
     add("--seed", type=int, default=1, help="of the weights")
@@ -76,12 +79,17 @@ def options() -> argparse.ArgumentParser:
 
 
 def launch(args: argparse.Namespace) -> None:
-    """Runs this program under torchrun, in as many processes as asked for."""
+    """Runs this program under torchrun, in as many processes as asked for. SystemExit with the
+    status of the first that failed; it has said why, and torchrun's own report is left out."""
     num = args.gpus or (torch.cuda.device_count() if args.device == "cuda" else 2)
     if args.device == "cuda" and num > torch.cuda.device_count():
         raise SystemExit(f"--gpus {num}: there are {torch.cuda.device_count()}")
     options = ("--standalone", f"--nproc-per-node={num}", "-m", "weft.examples.qwen3_moe")
-    torchrun.main([*options, *sys.argv[1:]])
+    logging.disable(logging.ERROR)
+    try:
+        torchrun.run(torchrun.parse_args([*options, *sys.argv[1:]]))
+    except ChildFailedError as error:
+        raise SystemExit(error.get_first_failure()[1].exitcode) from None
 
 
 def sizes(args: argparse.Namespace) -> Shape:
@@ -219,6 +227,8 @@ def work(args: argparse.Namespace) -> int:
     say = print if dist.get_rank() == 0 else (lambda *_, **__: None)
     shape = sizes(args)
     args.micro_batches = args.micro_batches or (8 if args.device == "cuda" else 2)
+    if args.capacity is None:
+        args.capacity = 1.25 if args.device == "cuda" else float(dist.get_world_size())
     device, name = torch.device("cpu"), "CPU"
     if args.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
