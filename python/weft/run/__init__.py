@@ -17,10 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.run import calls, page
+from weft.run import calls, page, stats
 
 NAMES = ("deep_ep", "nixl_ep", "uccl")
 _FOLDERS = Path(__file__).parent / "names"
+_HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_OF_TERMINALS = (signal.SIGINT, signal.SIGQUIT)
 _PLUGIN = "WEFT_RUN_AS"  # the environment variable with the names, for `vllm_plugin`
 
 _EXAMPLES = """examples:
@@ -31,24 +33,52 @@ Exits as the command does. Interpreters that ignore PYTHONPATH (python -I, -E) a
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command of the arguments and returns its exit code, 127 if there is no such
-    program, 128 + the number of the signal that ended it."""
+    """Runs the command of the arguments and returns its exit code, whatever becomes of the report;
+    128 + the number of the signal that ended it, 127 if there is no such program, 126 if it cannot
+    be run, 2 if nothing can be recorded."""
     options = _parse(arguments)
     name = options.command[0]
     program = shutil.which(name)
     if program is None:
-        print(f"weft run: '{name}' not found (neither a file nor in PATH)", file=sys.stderr)
+        _say(f"weft run: '{page.shown(name)}' not found (neither a file nor in PATH)")
         return 127
-    with tempfile.TemporaryDirectory(prefix="weft_run_") as folder:
-        environment = _environment(options.names, folder)
-        status = _status_of([program, *options.command[1:]], environment)
+    try:
+        folder = tempfile.mkdtemp(prefix="weft_run_")
+    except OSError as error:
+        _say(f"weft run: no folder for what processes tell: {error}")
+        return 2
+    try:
+        status = _status_of([program, *options.command[1:]], _environment(options.names, folder))
         found = _read(Path(folder))
+    except OSError as error:  # it was not started
+        _say(f"weft run: '{page.shown(name)}' cannot be run: {error.strerror}")
+        return 126
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        _write(options.json, json.dumps(found, indent=1) + "\n")
     if options.html is not None:
-        options.html.write_text(page.page(found, f"weft run: {' '.join(options.command)}"))
-    print(report(found, options.names), file=sys.stderr)
+        _write(options.html, page.page(found, f"weft run: {' '.join(options.command)}"))
+    _say(report(found, options.names))
     return status
+
+
+def _write(path: Path, text: str) -> None:
+    """A report that cannot be written does not hide how the command has ended."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        _say(f"weft run: {page.shown(str(path))} cannot be written: {error.strerror}")
+
+
+def _say(text: str) -> None:
+    """On stderr, where there is one that can be written to."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        sys.stderr = None  # what is left in it would fail again at the end, with another exit code
 
 
 def report(found: dict[str, Any], names: Sequence[str]) -> str:
@@ -102,7 +132,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         try:
             path.open("a").close()  # before hours of work, not after them
         except OSError as error:
-            parser.error(f"{path} cannot be written: {error.strerror}")
+            parser.error(f"{page.shown(str(path))} cannot be written: {error.strerror}")
     return options
 
 
@@ -114,20 +144,40 @@ def _environment(names: Sequence[str], counts: str) -> dict[str, str]:
 
 
 def _status_of(command: list[str], environment: dict[str, str]) -> int:
-    """A terminal sends Ctrl-C to the command, too; SIGTERM is passed on. Both wait for its end."""
-    with subprocess.Popen(command, env=environment) as child:
-        usual = {
-            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
-            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate()),
-        }
-        try:
+    """Signals are handed on, but those that a terminal sends to the command, too. All wait for its
+    end. OSError: it cannot be started."""
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+
+    def hand_on(number: int, _: Any) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
+
+    # Functions, for what is ignored stays ignored in the command. So does what is ignored by now.
+    handlers = dict.fromkeys(_HANDED_ON, hand_on) | dict.fromkeys(_OF_TERMINALS, lambda *_: None)
+    usual = {n: h for n in handlers if (h := signal.getsignal(n)) not in (None, signal.SIG_IGN)}
+    for number in usual:
+        signal.signal(number, handlers[number])
+    try:
+        with subprocess.Popen(command, env=environment) as child:
+            for number in early:
+                child.send_signal(number)
             status = child.wait()
-        finally:
-            for number, handler in usual.items():
-                signal.signal(number, handler)
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
     return 128 - status if status < 0 else status
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """By the number of the process. What a killed one left half written has another suffix."""
-    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    """By the number of the process. What a killed one left half written has another suffix, and
+    what cannot be read is left out."""
+    found = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            found |= zip([file.stem], stats.read(file).values())
+        except (OSError, ValueError) as error:
+            _say(f"weft run: {file.name}: {error}")
+    return found

@@ -23,6 +23,11 @@ td { border: 1px solid var(--rule) }
 .heat td { background: rgb(var(--heat) / var(--share)) }"""
 
 
+def shown(text: str) -> str:
+    """The text with escapes in place of what would change a terminal or cannot be encoded."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def calls_of(found: Mapping[str, Any]) -> collections.Counter[str]:
     """How often all processes made each call."""
     total: collections.Counter[str] = collections.Counter()
@@ -50,17 +55,18 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     if not found:
         return ["nobody called Weft"]
     calls = calls_of(found)
-    width = max(map(len, calls), default=0)
+    names = {name: shown(name) for name in calls}
+    width = max(map(len, names.values()), default=0)
     text = [_processes(found)]
-    text += [f"  {name:{width}} {number:>13,}" for name, number in calls.most_common()]
+    text += [f"  {names[name]:{width}} {number:>13,}" for name, number in calls.most_common()]
     return text + [f"  {_slowest(ranks, waits)}" for ranks, waits in waits_of(found).items()]
 
 
 def page(found: Mapping[str, Any], title: str) -> str:
     """HTML that needs nothing else."""
-    title = html.escape(title)
+    title = html.escape(shown(title))
     rows = [
-        f"<tr><th>{html.escape(name)}</th><td>{number:,}</td></tr>"
+        f"<tr><th>{html.escape(shown(name))}</th><td>{number:,}</td></tr>"
         for name, number in calls_of(found).most_common()
     ]
     parts = [

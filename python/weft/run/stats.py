@@ -4,6 +4,7 @@ and as a page."""
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from weft.run import page
 
 _MOST_SECONDS = 1e12  # of a wait; sums of what is larger are no numbers any more
+_MOST_CALLS = 10**18  # and ranks
+_MOST_BYTES = 1 << 26  # of a file: a process tells some kilobytes
 
 _EXAMPLES = """examples:
   weft stats run.json --html waits.html
@@ -39,24 +42,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             found |= read(file)
         except OSError as error:
-            parser.error(f"{file} cannot be read: {error.strerror}")
+            parser.error(f"{page.shown(str(file))} cannot be read: {error.strerror}")
         except ValueError as error:
-            parser.error(f"{file}: {error}")
+            parser.error(f"{page.shown(str(file))}: {error}")
     if options.html is not None:
         try:
             title = f"weft stats: {' '.join(map(str, options.files))}"
-            options.html.write_text(page.page(found, title))
+            options.html.write_text(page.page(found, title), encoding="utf-8")
         except OSError as error:
-            parser.error(f"{options.html} cannot be written: {error.strerror}")
+            parser.error(f"{page.shown(str(options.html))} cannot be written: {error.strerror}")
     first, *more = page.lines(found)
-    print("\n".join([f"weft stats: {first}", *more]))
+    try:
+        print("\n".join([f"weft stats: {first}", *more]), flush=True)
+    except OSError as error:
+        sys.stdout = None  # what is left in it would fail again at the end
+        parser.error(f"stdout cannot be written: {error.strerror}")
     return 0
 
 
 def read(file: Path) -> dict[str, Any]:
     """What the file tells (`weft.stats`), by its name and that of the process. OSError;
     ValueError: it tells something else."""
-    told = json.loads(file.read_text())
+    with file.open("rb") as opened:
+        content = opened.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
+    try:
+        return _checked(file, json.loads(content))
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _checked(file: Path, told: Any) -> dict[str, Any]:
     _expect(isinstance(told, dict), "the whole", told, "an object")
     of_one = "calls" in told and "groups" in told
     found = {"": told} if of_one else told
@@ -65,7 +82,7 @@ def read(file: Path) -> dict[str, Any]:
         _expect(isinstance(one.get("calls"), dict), "calls", one.get("calls"), "an object")
         _expect(isinstance(one.get("groups"), list), "groups", one.get("groups"), "a list")
         for name, number in one["calls"].items():
-            _expect(_is_whole(number), f"calls: {name}", number, "0 or more")
+            _expect(_is_whole(number), f"calls: {name}", number, f"0 to {_MOST_CALLS:g}")
         for group in one["groups"]:
             _check_group(group)
     return {f"{file}:{process}": one for process, one in found.items()}
@@ -90,11 +107,11 @@ def _check_group(group: Any) -> None:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_CALLS
 
 
 def _expect(is_so: bool, name: str, value: Any, wanted: str) -> None:
     if not is_so:
         shown = json.dumps(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        raise ValueError(f"{name} = {shown} (expected {wanted})")
+        raise ValueError(f"{page.shown(name)} = {shown} (expected {wanted})")

@@ -2,6 +2,7 @@
 """`weft run`: programs in processes of their own."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,13 @@ for _ in range(3):
 """
 
 
-def weft_run(*arguments: str) -> subprocess.CompletedProcess:
+NOBODY = "weft run: nobody called Weft (as deep_ep or nixl_ep or uccl)"
+
+
+def weft_run(*arguments: str | bytes, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "weft", "run", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run(command, text=True, timeout=100, check=False, **pipes | options)
 
 
 def python(code: str) -> list[str]:
@@ -122,6 +127,57 @@ def test_chosen_names_are_weft_and_others_are_not():
 
 def test_a_signal_is_told_as_shells_do():
     assert weft_run(*python("import os; os.kill(os.getpid(), 9)")).returncode == 128 + 9
+
+
+@pytest.mark.parametrize("number", ["TERM", "HUP", "USR1", "USR2"])
+def test_signals_reach_the_command(number):
+    program = f"trap 'exit 9' {number}; echo ready; while :; do sleep 0.05; done"
+    command = [sys.executable, "-m", "weft", "run", "--", "sh", "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout.readline() == b"ready\n"
+        running.send_signal(signal.Signals[f"SIG{number}"])
+        assert running.wait(100) == 9
+
+
+def test_what_is_ignored_stays_ignored():
+    program = "kill -HUP $$; kill -HUP $PPID; exit 9"
+    done = weft_run(*"-- sh -c".split(), program, preexec_fn=ignore_hangups)
+    assert done.returncode == 9, done.stderr
+
+
+def ignore_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_reports_that_cannot_be_written_hide_no_exit_code(tmp_path: Path):
+    failing = ["--", "sh", "-c", "exit 7"]
+    with open("/dev/full", "w") as full:
+        assert weft_run(*failing, stderr=full).returncode == 7
+    for option in ("--json", "--html"):
+        done = weft_run(option, "/dev/full", *failing)
+        assert done.returncode == 7
+        said = ["weft run: /dev/full cannot be written: No space left on device", NOBODY]
+        assert done.stderr.splitlines() == said
+    page = tmp_path / "page.html"
+    assert weft_run("--html", str(page), *failing, b"\xff\x1b").returncode == 7
+    assert "exit 7 \\udcff\\x1b</h1>" in page.read_text()
+
+
+def test_what_a_process_tells_wrongly_is_left_out():
+    program = 'echo "[" > $WEFT_RUN_COUNTS/1.json; mkdir $WEFT_RUN_COUNTS/2.json; exit 7'
+    done = weft_run("--", "sh", "-c", program)
+    assert done.returncode == 7
+    first, second, last = done.stderr.splitlines()
+    assert first.startswith("weft run: 1.json: ") and second.startswith("weft run: 2.json: ")
+    assert last == NOBODY
+
+
+def test_a_file_that_is_no_program(tmp_path: Path):
+    (tmp_path / "text").write_text("no program\n")
+    (tmp_path / "text").chmod(0o755)
+    done = weft_run("--", str(tmp_path / "text"))
+    assert done.returncode == 126
+    assert done.stderr == f"weft run: '{tmp_path}/text' cannot be run: Exec format error\n"
 
 
 @pytest.mark.parametrize(

@@ -77,20 +77,26 @@ def test_nobody(tmp_path, capsys):
         ("[1]", "the whole = [1] (expected an object)"),
         ({"a": 3}, "a = 3 (expected an object with calls and groups)"),
         ({"a": {"calls": {}}}, "told.json: groups = null (expected a list)"),
-        ({"calls": {"x": -1}, "groups": []}, "calls: x = -1 (expected 0 or more)"),
-        ({"calls": {"x": True}, "groups": []}, "calls: x = true (expected 0 or more)"),
+        ({"calls": {"x": -1}, "groups": []}, "calls: x = -1 (expected 0 to 1e+18)"),
+        ({"calls": {"x": True}, "groups": []}, "calls: x = true (expected 0 to 1e+18)"),
         ({"calls": {}, "groups": [{"ranks": [1, 1]}]}, "ranks = [1, 1] (expected different"),
         (told(3, [0.0] * 3), "rank = 3 (expected 0 to 2, a place among ranks)"),
         (told(0, [1.5]), "wait_seconds = [1.5] (expected 3 numbers, one a rank)"),
         (told(0, [0.0, -0.5, 0.0]), "wait_seconds = -0.5 (expected seconds, 0 to 1e+12)"),
         (told(0, [0.0, float("nan"), 0.0]), "wait_seconds = NaN (expected seconds, 0 to"),
         (told(0, [0.0, 10**400, 0.0]), "00... (expected seconds, 0 to 1e+12)"),
+        ({"calls": {"x": 10**4299}, "groups": []}, "00... (expected 0 to 1e+18)"),
+        ('{"calls": {"a\\u001b[2J": -1}, "groups": []}', "calls: a\\x1b[2J = -1 (expected"),
+        ("[" * 200_000, "told.json: nested too deep"),
+        (" " * ((1 << 26) + 1), "told.json: more than 64 MiB"),
+        ("\udcff", "can't decode byte"),
     ],
 )
 def test_what_cannot_be_shown_is_named(tmp_path, capsys, content, message):
     file = tmp_path / "told.json"
     if content is not None:
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        content = content if isinstance(content, str) else json.dumps(content)
+        file.write_text(content, errors="surrogateescape")
     with pytest.raises(SystemExit) as end:
         stats.main([str(file)])
     assert end.value.code == 2
@@ -104,3 +110,21 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys):
         stats.main([str(tmp_path / "own.json"), "--html", "/no/such/folder/a"])
     assert end.value.code == 2
     assert "/no/such/folder/a cannot be written" in capsys.readouterr().err
+
+
+def test_names_change_no_terminal_and_can_be_encoded(tmp_path, capsys):
+    named = {"\x1b[2J\x1b]0;mine\x07": 2, "\ud800\n": 1, "größe": 3}
+    (tmp_path / "own.json").write_text(json.dumps({"calls": named, "groups": []}))
+    assert stats.main([str(tmp_path / "own.json"), "--html", str(tmp_path / "\x1b.html")]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert names == ["größe", "\\x1b[2J\\x1b]0;mine\\x07", "\\ud800\\n"]
+    assert "<th>\\ud800\\n</th>" in (tmp_path / "\x1b.html").read_text(encoding="utf-8")
+
+
+def test_output_that_cannot_be_written(tmp_path):
+    (tmp_path / "own.json").write_text(json.dumps(RANKS[0]))
+    command = [sys.executable, "-m", "weft", "stats", str(tmp_path / "own.json")]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: stdout cannot be written: No space left on device\n")

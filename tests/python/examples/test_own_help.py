@@ -13,7 +13,7 @@ import pytest
 import weft.examples
 
 FOLDER = Path(weft.examples.__file__).parent
-QUICK = {"qwen3_moe": "--steps 1 --warmup 0"}
+QUICK = {"qwen3_moe": "--steps 1 --warmup 0 --modes weft weft-budget"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LAUNCHERS = {"python": [sys.executable], "torchrun": TORCHRUN}
 
