@@ -5,54 +5,30 @@ exchange = weft.Exchange(process_group, hidden=H, num_experts=E)
 plan = exchange.plan(topk_idx)
 rows, row_weights, _ = weft.dispatch(plan, x, topk_weights)
 x, _ = weft.combine(plan, experts(rows) * row_weights)
+
+Names and submodules are imported when they are first used: the program `weft` needs no torch.
 """
 
-# torch's libraries go before ours: where ours came first, torch 2.11 crashed while it was imported.
-import torch as _torch  # noqa: F401
+from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING, Any
 
-from weft._version import __version__
-from weft.autograd import combine, dispatch, plan, plan_and_dispatch
-from weft.balance import Balance
-from weft.errors import (
-    Error,
-    InvalidArgument,
-    NotAvailable,
-    PeerError,
-    RanksLost,
-    TimeoutError,
-    Unsupported,
-)
-from weft.exchange import Exchange
-from weft.exchange_state import CallReport
-from weft.group import Group
-from weft.outputs import Combined, Dispatched, Plan
-from weft.placement import Balancing, Placement, balanced_rows, replica_rows
-from weft.tally import prometheus, stats
+if TYPE_CHECKING:
+    from weft._public import *  # noqa: F403
+    from weft._public import __all__, __version__  # noqa: F401
 
-__all__ = [
-    "Balance",
-    "Balancing",
-    "CallReport",
-    "Combined",
-    "Dispatched",
-    "Error",
-    "Exchange",
-    "Group",
-    "InvalidArgument",
-    "NotAvailable",
-    "PeerError",
-    "Placement",
-    "Plan",
-    "RanksLost",
-    "TimeoutError",
-    "Unsupported",
-    "__version__",
-    "balanced_rows",
-    "combine",
-    "dispatch",
-    "plan",
-    "plan_and_dispatch",
-    "prometheus",
-    "replica_rows",
-    "stats",
-]
+
+def __getattr__(name: str) -> Any:
+    if name == "_core":
+        _import_module("torch")  # before ours, as in _public.py
+    if not name.startswith("__") and _find_spec(f"weft.{name}"):
+        return _import_module(f"weft.{name}")
+    public = _import_module("weft._public")
+    if name != "__all__" and name not in public.__all__:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}", name=name, obj=public)
+    globals()[name] = found = getattr(public, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

@@ -14,6 +14,8 @@ def main(path: str, *words: str) -> None:
     loader = ExtensionFileLoader("_core", path)
     core = module_from_spec(spec_from_loader("_core", loader))
     loader.exec_module(core)
+    if not hasattr(core, "run_program"):
+        sys.exit(f"weft: {path} was built without the program")
     # As a process has them that Python did not start.
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

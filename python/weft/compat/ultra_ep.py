@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Group
-from weft._core import MOST_REPLICAS
+from weft import Group, _core
 from weft.compat import environment
 from weft.compat.deep_ep.checks import (
     INTEGERS,
@@ -106,8 +105,8 @@ class Manager:
         check_least("num_local_master_experts", self.num_local_master_experts)
         replicas = self.num_local_redundant_experts
         check(
-            0 <= replicas <= MOST_REPLICAS,
-            f"num_local_redundant_experts = {replicas} (expected 0 to {MOST_REPLICAS})",
+            0 <= replicas <= _core.MOST_REPLICAS,
+            f"num_local_redundant_experts = {replicas} (expected 0 to {_core.MOST_REPLICAS})",
         )
         for name, numel in zip(("expert_fc1_numel", "expert_fc2_numel"), self._numels):
             check_least(name, numel)

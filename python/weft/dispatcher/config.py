@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
-from weft._core import MOST_REPLICAS
+from weft import _core
 
 
 @dataclass
@@ -362,8 +362,8 @@ def check_own_exchange(c: Settings, backend: str | None) -> None:
         order not in ("rank", "topk"), f"moe_combine_order: {order!r} is unknown (rank or topk)"
     )
     _refuse(
-        not 0 <= replicas <= MOST_REPLICAS,
-        f"moe_balance_replicas = {replicas} (expected 0 to {MOST_REPLICAS})",
+        not 0 <= replicas <= _core.MOST_REPLICAS,
+        f"moe_balance_replicas = {replicas} (expected 0 to {_core.MOST_REPLICAS})",
     )
     if has_own_exchange(c):
         name = "moe_balance_replicas" if replicas else "moe_combine_order"

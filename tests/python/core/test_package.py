@@ -2,6 +2,7 @@
 """What is installed: the stub names what the module has, the program runs, errors are typed."""
 
 import ast
+import re
 import shutil
 import signal
 import subprocess
@@ -47,6 +48,34 @@ def has_program():
 def test_the_program_is_of_the_version_of_the_package(has_program):
     done = program("--version")
     assert done.stdout == f"weft {weft.__version__}\n", done.stderr
+
+
+@pytest.mark.parametrize("words", ["--version", "run --help", "stats --help"])
+def test_the_program_starts_without_torch(has_program, words):
+    command = [sys.executable, "-X", "importtime", "-m", "weft", *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    imported = set(re.findall(r"[\w.]+$", done.stderr, re.M))
+    assert done.returncode == 0 and "weft" in imported
+    assert not {"torch", "numpy", "weft._core"} & imported
+
+
+def test_names_and_submodules_are_there_when_they_are_used():
+    """The compiled module comes after torch's libraries, whoever asks for it first."""
+    program = """
+import sys, weft
+assert "torch" not in sys.modules
+from weft import _core
+names = list(sys.modules)
+assert names.index("torch") < names.index("weft._core")
+assert set(weft.__all__) <= set(dir(weft))
+from weft import *
+assert Exchange is weft.Exchange is weft.exchange.Exchange and weft.compat.install
+assert not hasattr(weft, "exchanges") and not hasattr(weft, "torch")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for file in Path(weft.__file__).parent.rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) weft\._core", file.read_text(), re.M), file
 
 
 def test_the_program_passes_words_and_exit_codes_on(has_program):
@@ -106,7 +135,10 @@ def test_a_compiled_module_of_another_version_is_refused(tmp_path):
     shutil.copytree(Path(weft.__file__).parent, package)
     (package / "_build_version.py").write_text('VERSION = "99.1.2"\n')
     done = subprocess.run(
-        [sys.executable, "-c", "import weft"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", "import weft; weft.Exchange"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     said = done.stderr.splitlines()[-1]
     assert "ImportError: weft: the package is 99.1.2, but its compiled module" in said

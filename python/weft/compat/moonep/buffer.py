@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Group, Plan
-from weft._core import MOST_REPLICAS
+from weft import Group, Plan, _core
 from weft.compat.deep_ep.checks import INTEGERS, MAX_TOPK, check, check_least, check_tensor
 from weft.compat.deep_ep.ep.balance import carry_by, check_weights
 from weft.compat.deep_ep.payload import round_up
@@ -80,8 +79,11 @@ class Buffer:
                 E >= 1 and E % self.num_ranks == 0,
                 f"E = {E} (expected a multiple of {self.num_ranks} ranks)",
             )
-            slots = min(E // self.num_ranks, MOST_REPLICAS) if B is None else B
-            check(0 <= slots <= MOST_REPLICAS, f"B = {slots} (expected 0 to {MOST_REPLICAS})")
+            slots = min(E // self.num_ranks, _core.MOST_REPLICAS) if B is None else B
+            check(
+                0 <= slots <= _core.MOST_REPLICAS,
+                f"B = {slots} (expected 0 to {_core.MOST_REPLICAS})",
+            )
             check_least("num_sms", num_sms, 0)
             return slots
 
