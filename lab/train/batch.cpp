@@ -5,7 +5,6 @@
 #include <span>
 
 #include "core/atomic_file.hpp"
-#include "core/available_memory.hpp"
 #include "core/check.hpp"
 #include "train/layers/random.hpp"
 
@@ -65,10 +64,7 @@ void BatchSource::draw(int64_t step, Range tokens, Batch& batch) const {
 }
 
 std::vector<std::byte> read_text(const std::string& path, int window) {
-  // A device may have no end.
-  constexpr uint64_t kMostBytes = uint64_t{1} << 36;
-  const std::string text =
-      read_whole_file(path, std::min(kMostBytes, memory_bounds().available / 4));
+  const std::string text = read_whole_file(path);
   WEFT_CHECK(
       Context{},
       text.size() > static_cast<size_t>(window),

@@ -78,7 +78,7 @@ class BatchSource {
   uint64_t seed_;
 };
 
-// The text that is learned: any file, read as bytes. Throws Error (kFile) naming the file if it
+// The text that is learned: a file or a pipe, read as bytes. Throws Error (kFile) naming the file if it
 // cannot be read or holds at most `window` bytes.
 [[nodiscard]] std::vector<std::byte> read_text(const std::string& path, int window);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/atomic_file.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <fcntl.h>
@@ -9,6 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "core/available_memory.hpp"
 #include "core/check.hpp"
 
 namespace weft {
@@ -187,9 +189,20 @@ void check_writable(const std::string& path) {
 
 std::string read_whole_file(const std::string& path, uint64_t most) {
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (file.get() < 0) {
+  struct stat found = {};
+  if (file.get() < 0 || ::fstat(file.get(), &found) != 0) {
     fail("open", path, errno);
   }
+  if (S_ISCHR(found.st_mode) || S_ISBLK(found.st_mode)) {
+    fail("read", path, "it is a device (expected a file or a pipe)");
+  }
+  most = std::min(most, memory_bounds().available / 4);
+  const auto check_size = [&](uint64_t bytes) {
+    if (bytes > most) {
+      fail("read", path, fmt::format("it holds more than {} B", most));
+    }
+  };
+  check_size(S_ISREG(found.st_mode) ? static_cast<uint64_t>(found.st_size) : 0);
   std::string text;
   char block[1 << 16];
   for (;;) {
@@ -201,9 +214,7 @@ std::string read_whole_file(const std::string& path, uint64_t most) {
       return text;
     }
     text.append(block, got < 0 ? 0 : static_cast<size_t>(got));
-    if (text.size() > most) {
-      fail("read", path, fmt::format("it holds more than {} B", most));
-    }
+    check_size(text.size());
   }
 }
 

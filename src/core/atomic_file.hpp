@@ -54,10 +54,10 @@ void write_file_atomically(const std::string& path, std::string_view bytes);
 // written there later: no folder, no right to write, a folder in its place.
 void check_writable(const std::string& path);
 
-// Throws Error (kFile) naming the path; also for more than `most` bytes, as of a device without
-// end.
+// Throws Error (kFile) naming the path; also for a device, and for more than `most` bytes or a
+// quarter of the memory that is available, whichever is less.
 [[nodiscard]] std::string read_whole_file(
-    const std::string& path, uint64_t most = uint64_t{1} << 40
+    const std::string& path, uint64_t most = uint64_t{1} << 36
 );
 
 }  // namespace weft

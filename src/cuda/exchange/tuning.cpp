@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <iterator>
 #include <sstream>
 #include <utility>
 
+#include "core/atomic_file.hpp"
 #include "core/check.hpp"
 
 namespace weft {
@@ -99,9 +99,8 @@ const std::vector<TunedSplit>& built_in_tuning() {
 }
 
 std::vector<TunedSplit> load_tuning(const std::string& path) {
-  std::ifstream file(path);
-  WEFT_CHECK(Context{}, file, ErrorCode::kFile, "tuning: {}: cannot be opened", path);
-  return parse_tuning(file, path);
+  std::istringstream text(read_whole_file(path));
+  return parse_tuning(text, path);
 }
 
 std::vector<TunedSplit> useful_splits(const std::vector<TunedSplit>& tuning) {

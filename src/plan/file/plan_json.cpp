@@ -467,6 +467,39 @@ void check_received(const JsonNode& node, const PlanData& plan) {
   }
 }
 
+// Routes that were dropped for lack of room stand in route_expert only. This rank knows its own,
+// and those of others that it receives: no more than all ranks' routes, and without others as many.
+void check_route_counts(const JsonNode& node, const PlanData& plan) {
+  const PlanShape& shape = plan.shape;
+  std::vector<int64_t> known(plan.global_routes.size());
+  for (const int32_t expert : plan.route_expert) {
+    if (expert >= 0) {
+      ++known[static_cast<size_t>(expert)];
+    }
+  }
+  const auto first =
+      static_cast<size_t>(shape.rank) * static_cast<size_t>(shape.num_local_experts());
+  for (size_t source = 0; source < plan.received.size(); ++source) {
+    if (source != static_cast<size_t>(shape.rank)) {
+      for (const int32_t expert : plan.received[source].expert) {
+        ++known[first + static_cast<size_t>(expert)];
+      }
+    }
+  }
+  const bool is_alone = shape.num_ranks == 1;
+  for (size_t e = 0; e < known.size(); ++e) {
+    const int64_t all = plan.global_routes[e];
+    if (is_alone ? known[e] != all : known[e] > all) {
+      node.fail(
+          "and what is received have {} routes to expert {} (global_routes has {})",
+          known[e],
+          e,
+          all
+      );
+    }
+  }
+}
+
 void read_routes(const JsonNode& whole, PlanData& plan) {
   const int64_t num_routes = plan.shape.num_tokens * plan.shape.topk;
   plan.route_expert =
@@ -484,6 +517,7 @@ void read_routes(const JsonNode& whole, PlanData& plan) {
   );
   add_received(plan, arrivals_from(whole["received"], plan.shape.num_ranks, received));
   check_received(whole["received"], plan);
+  check_route_counts(whole["route_expert"], plan);
 }
 
 // Everything but routes and weights follows from them and is compared, so executors may follow the

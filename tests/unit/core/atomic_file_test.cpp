@@ -138,7 +138,27 @@ TEST_F(AtomicFileTest, SaysBeforehandWhereNothingCanBeWritten) {
 }
 
 TEST_F(AtomicFileTest, ReadsNoMoreThanItsBound) {
-  EXPECT_THROW(static_cast<void>(read_whole_file("/dev/zero", 1000)), Error);
+  const std::string path = folder_ + "/file";
+  write_file_atomically(path, std::string(1000, 'a'));
+  EXPECT_EQ(read_whole_file(path, 1000).size(), 1000);
+  EXPECT_THROW(static_cast<void>(read_whole_file(path, 999)), Error);
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  const Descriptor out(ends[0]);
+  ASSERT_EQ(::write(ends[1], path.data(), path.size()), std::ssize(path));
+  ::close(ends[1]);
+  const std::string pipe = "/dev/fd/" + std::to_string(ends[0]);
+  EXPECT_THROW(static_cast<void>(read_whole_file(pipe, path.size() - 1)), Error);
+}
+
+TEST_F(AtomicFileTest, ReadsNoDevice) {
+  try {
+    static_cast<void>(read_whole_file("/dev/zero"));
+    FAIL() << "a device was read";
+  } catch (const Error& error) {
+    EXPECT_TRUE(std::string(error.what())
+                    .starts_with("read: /dev/zero: it is a device (expected a file or a pipe)"));
+  }
 }
 
 TEST_F(AtomicFileTest, LeavesNothingBehindWhenTheTargetIsAFolder) {

@@ -243,6 +243,27 @@ TEST_F(FaultyJsonTest, NamesPartsThatDisagree) {
   );
 }
 
+// What was dropped for lack of room is in no list of rows.
+TEST(PlanJsonTest, RefusesDroppedRoutesThatAreMissing) {
+  const std::vector<RouteTable> routes = {testing::table_of(2, {{0, 1}, {0, 1}, {1, 0}})};
+  const std::vector<int64_t> budgets = {4};
+  json whole = json::parse(build_plans(routes, 2, {}, budgets)[0].to_json());
+  ASSERT_EQ(whole["route_slot"][4], -1);
+  ASSERT_EQ(whole["route_expert"][4], 1);
+  whole["route_expert"][4] = -1;
+  EXPECT_EQ(
+      message_of([&] { static_cast<void>(Plan::from_json(whole.dump(), "plan.json")); }),
+      "load: plan.json: /route_expert and what is received have 2 routes to expert 1 "
+      "(global_routes has 3)"
+  );
+  whole["route_expert"][4] = 0;
+  EXPECT_EQ(
+      message_of([&] { static_cast<void>(Plan::from_json(whole.dump(), "plan.json")); }),
+      "load: plan.json: /route_expert and what is received have 4 routes to expert 0 "
+      "(global_routes has 3)"
+  );
+}
+
 // Executors follow the output's description without looking at rows again.
 TEST_F(FaultyJsonTest, RefusesAnOutputThatTheRoutesDoNotMake) {
   const auto text = [](const char* what) {
