@@ -92,6 +92,7 @@ void print_list(const Json& list) {
   fmt::print("{}", table.text());
 }
 
+// Tables come after what is told by name.
 void print_text(const Json& info) {
   for (const auto& [title, section] : info.items()) {
     fmt::print("{}{}\n", title == "weft" ? "" : "\n", title);
@@ -102,13 +103,17 @@ void print_text(const Json& info) {
     if (section.empty()) {
       fmt::print("  nothing set\n");
     }
+    std::vector<const Json*> tables;
     for (const auto& [key, value] : section.items()) {
       if (value.is_array() && !value.empty() && value.front().is_object()) {
-        print_list(value);
+        tables.push_back(&value);
       } else if (!value.is_array() || !value.empty()) {
         const bool is_variable = title == "environment";
         fmt::print("  {:<18} {}\n", is_variable ? key : name_text(key), value_text(key, value));
       }
+    }
+    for (const Json* table : tables) {
+      print_list(*table);
     }
   }
 }

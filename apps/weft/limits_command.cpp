@@ -255,7 +255,7 @@ void add_limits(CLI::App& app) {
       ->default_str("all");
   command->add_flag("--quick", options->is_quick, "Few SM counts, small blocks");
   command->add_option("--json", options->json_path, "Write the rates of GPUs here");
-  command->add_option("--html", options->html_path, "Write a page with a plot here");
+  command->add_option("--html", options->html_path, "Write a page with a plot of GPUs' rates here");
   command->add_option("--ranks", options->max_ranks, "Most ranks that copy at once")
       ->check(Within(1, kMostRanks))
       ->default_str("the usable cores, at least 2");

@@ -43,6 +43,11 @@ class ExchangeBegin(ExchangeState):
         return self.group.num_ranks
 
     @property
+    def transport(self) -> str:
+        """What carries rows between the ranks: "shm", "ofi", "peer" and so on (`weft info`)."""
+        return self.core.transport
+
+    @property
     def core(self) -> _core.Exchange:
         """Raises InvalidArgument after `close`."""
         if self._core is None:

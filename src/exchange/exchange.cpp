@@ -2,12 +2,16 @@
 // The public class: checks what holds for every executor and hands over to the one that was chosen.
 #include "weft/exchange.hpp"
 
+#include <fmt/ranges.h>
+
 #include <numeric>
+#include <ranges>
 
 #include "call/call.hpp"
 #include "call/executor.hpp"
 #include "core/check.hpp"
 #include "core/float_state.hpp"
+#include "core/log.hpp"
 #include "group/control_plane.hpp"
 #include "plan/build.hpp"
 
@@ -110,7 +114,20 @@ Exchange::Exchange(const Group& group, const ExchangeConfig& config)
           config.device.kind == Device::Kind::kCuda
               ? make_cuda_exchange(group, config, group.topology().domains)
               : make_cpu_exchange(group, config)
-      ) {}
+      ) {
+  const Topology& topology = group.topology();
+  log(LogLevel::kDebug,
+      "exchange: rank {} of {} on {}, transport {}, domains of {} ranks",
+      group.rank(),
+      group.num_ranks(),
+      config.device.kind == Device::Kind::kCuda ? "a GPU" : "the CPU",
+      executor_->config().transport,
+      fmt::join(
+          topology.domains |
+              std::views::transform([](const auto& domain) { return domain.size(); }),
+          " + "
+      ));
+}
 Exchange::Exchange(std::unique_ptr<Executor> executor) : executor_(std::move(executor)) {}
 Exchange::~Exchange() {
   let_go(executor_);

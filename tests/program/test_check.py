@@ -49,6 +49,13 @@ def test_bad_usage_is_told_apart():
     assert "--ranks" in weft("check", "--ranks", "many", code=2).stderr
 
 
+def test_the_log_says_what_was_chosen():
+    log = weft("check", "--quick", "--ranks", 2, "--transport", "shm", WEFT_LOG="debug").stderr
+    said = "[rank 1/2] exchange: rank 1 of 2 on the CPU, transport shm, domains of 2 ranks"
+    assert said in log
+    assert "provider" not in log
+
+
 def test_the_cpu_can_be_asked_for():
     done = weft("check", "--quick", "--ranks", 2, "--device", "cpu")
     assert done.stdout.startswith("2 ranks\n")

@@ -68,6 +68,13 @@ def test_environment_is_shown_but_for_secrets():
     assert environment["WEFT_SECRET"] == "(set)"
 
 
+def test_tables_split_no_section():
+    for section in weft("info").stdout.split("\n\n"):
+        lines = section.splitlines()[1:]
+        begin = next((i for i, line in enumerate(lines) if line[:1] != " "), len(lines))
+        assert not any(line.startswith("  ") for line in lines[begin:]), section
+
+
 def test_text_holds_what_the_json_holds():
     text = weft("info").stdout
     for word in ("version", "expert_major", "loopback", "shm", "usable cores", "gpus", "environment"):

@@ -208,7 +208,7 @@ void choose_device(DeviceChoice& choice, const std::string& transport) {
       Context{},
       choice.is_on_gpu() || choice.wanted == "auto",
       ErrorCode::kNotAvailable,
-      "device: cuda is asked for, but there is no GPU ({})",
+      "device: there is no GPU ({})",
       found
   );
 }

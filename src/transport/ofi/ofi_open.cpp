@@ -5,6 +5,7 @@
 #include <map>
 #include <utility>
 
+#include "core/log.hpp"
 #include "group/agree.hpp"
 #include "group/control_plane.hpp"
 #include "group/tcp/frame.hpp"
@@ -97,6 +98,8 @@ void OfiTransport::open(
   own_ = neighbours_->signals();
   agree(group, [&] {
     fabric_ = std::make_shared<Fabric>(*selection.provider, std::move(selection.info), context_);
+    log(LogLevel::kDebug, "open(ofi): provider {}, {} queues", fabric_->name(), selection.num_queues
+    );
     if (!selection.gpu_obstacle.empty()) {
       fabric_->refuse_gpu_memory(selection.gpu_obstacle);
     }

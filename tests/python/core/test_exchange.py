@@ -50,6 +50,16 @@ def test_is_exact_in_half_precision(ranks, dtype):
     ranks(exact, 2, "expert_major", dtype, (20, 7))
 
 
+def transport(rank, num_ranks, group):
+    exchange = weft.Exchange(group, hidden=8, num_experts=num_ranks)
+    exchange.plan(torch.zeros(1, 1).long())
+    assert exchange.transport == "shm"
+
+
+def test_tells_its_transport(ranks):
+    ranks(transport, 2)
+
+
 def nobody(rank, num_ranks, group):
     ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
     plan = ex.plan(torch.empty(0, 2, dtype=torch.int64))
