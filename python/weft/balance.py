@@ -275,6 +275,13 @@ class Balance:
 
     # --- what the calls are made of ---
 
+    def _announce(self, exchange: Exchange) -> None:
+        """Collective, before another `Balance` is made for that exchange: if a rank makes a call of
+        this one instead, all ranks raise InvalidArgument."""
+        if self._carrier is not None:
+            sizes = (exchange.hidden, exchange.num_experts)
+            self._carrier.announce("plan_and_dispatch", *sizes, row_budget=0)
+
     @contextlib.contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
         """What fails within, unless it is an exchange of rows, is told to the ranks that come to

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft import autograd
 from weft.balance import Balance
-from weft.compat.deep_ep.runtime import TIMEOUT
+from weft.compat.deep_ep.runtime import MIN_TOKENS, TIMEOUT, ExchangePool
 from weft.exchange import Exchange
 from weft.group import Group
 from weft.outputs import Plan
@@ -24,29 +24,32 @@ _Kinds = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of an expert's tenso
 
 
 class _Shared:
-    """What all layers of a process group share. Collective where something is made."""
+    """What all layers of a process group share. Collective where something is made: a rank that
+    makes it alone meets the others in the call that they make on what was used last."""
 
-    def __init__(self) -> None:
-        self._exchanges: dict[tuple[int, int, torch.device], Exchange] = {}
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._exchanges = ExchangePool(Group.of(group), TIMEOUT)
         self._balances: dict[tuple[int, int, torch.device, _Kinds], Balance] = {}
+        self._last: Balance | None = None
 
-    def exchange(self, group: Group, hidden: Tensor, num_experts: int, topk: int) -> Exchange:
+    def exchange(self, hidden: Tensor, num_experts: int, topk: int, **options: Any) -> Exchange:
+        """options: of the plan and dispatch that it is for."""
         key = (hidden.size(1), num_experts, hidden.device)
-        if key not in self._exchanges:
-            options = {"max_topk": topk, "device": hidden.device, "timeout": TIMEOUT}
-            self._exchanges[key] = Exchange(
-                group, hidden=hidden.size(1), num_experts=num_experts, **options
-            )
-        return self._exchanges[key]
+        exchange = self._exchanges.get(key, MIN_TOKENS, topk, "plan_and_dispatch", options)
+        self._exchanges.last = exchange
+        return exchange
 
     def balance(self, exchange: Exchange, replicas: int, kinds: _Kinds) -> Balance:
         key = (replicas, exchange.num_experts, exchange.device, kinds)
         if key not in self._balances:
+            if self._last is not None:
+                self._last._announce(exchange)
             shapes, dtypes = zip(*kinds)
             self._balances[key] = Balance(
                 exchange, replicas=replicas, shapes=shapes, dtypes=dtypes, timeout=TIMEOUT
             )
-        return self._balances[key]
+        self._last = self._balances[key]
+        return self._last
 
 
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
@@ -102,10 +105,11 @@ class _ExchangeManager(ByExpertManager):
         del async_finish, allocate_on_comm_stream
         probs = as_float32(self.token_probs, None)
         self.token_probs = probs.detach()  # or the router's graph would live until the next pass
-        exchange = self._of_group().exchange(
-            Group.of(self.group), hidden_states, self.num_experts, self.router_topk
-        )
         budget = self._row_budget()
+        sizes = (self.num_experts, self.router_topk)
+        exchange = self._of_group().exchange(
+            hidden_states, *sizes, row_budget=budget, **self._options
+        )
         self.handle, out = autograd.plan_and_dispatch(
             exchange,
             self.token_indices,
@@ -136,4 +140,6 @@ class _ExchangeManager(ByExpertManager):
         return self._of_group().balance(self.plan.exchange, self.replicas, kinds)
 
     def _of_group(self) -> _Shared:
-        return _shared.setdefault(self.group, _Shared())
+        if self.group not in _shared:
+            _shared[self.group] = _Shared(self.group)
+        return _shared[self.group]

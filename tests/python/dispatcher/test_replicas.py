@@ -106,6 +106,35 @@ def test_replicas_change_no_bit(ranks, num_ranks, tp):
     assert sum(ranks(layers_in_turn, num_ranks, tp)) > 0
 
 
+def other_sizes(rank, num_ranks, group):
+    """The last rank has other rows, or other experts, than all that the others have made."""
+    local, weights, case = E // num_ranks, cases.Experts(3, E, H, INNER), popular(20 + rank)
+    own = slice(rank * local, (rank + 1) * local)
+    groups, is_wrong = DispatcherGroups(group, None, group), rank == num_ranks - 1
+    experts = Grouped(weights.w1[own], weights.w2[own])
+    wide = Grouped(
+        *(torch.cat([one, one], dim) for one, dim in zip((experts.w1, experts.w2), (2, 1)))
+    )
+    made, other = balanced(groups, 1), balanced(groups, 1)
+    made.replicate_experts(experts)
+    other.replicate_experts(wide if is_wrong else experts)
+    want, _ = step(made, experts, case)
+    x = torch.cat([case.x, case.x], 1) if is_wrong else case.x
+    for call in (
+        lambda: cases.run(made, x, case.routing_map, case.probs, experts),
+        lambda: cases.run(other, case.x, case.routing_map, case.probs, experts),
+    ):
+        with pytest.raises(weft.InvalidArgument, match="must be equal on all ranks"):
+            call()
+        experts.zero_grad()
+        found, _ = step(made, experts, case)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_all_ranks_hear_of_one_with_other_sizes(ranks):
+    ranks(other_sizes, 2)
+
+
 def any_experts(rank, num_ranks, group, how):
     """Experts of other shapes and kinds against those without replicas."""
     local, weights, case = E // num_ranks, cases.Experts(3, E, H, INNER), popular(20 + rank)
