@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tells whether another process of this host still runs, by process descriptor: no polling of pids,
-// no hazard from a pid that is used again.
+// Tells whether another process of this host still runs, by process descriptor. Where the system
+// gives none (an old kernel, a container's filter, no descriptor left) each look asks for the pid
+// and reads in /proc what it stands for.
 #pragma once
 
-#include <cerrno>
 #include <cstdint>
-#include <poll.h>
-#include <sys/syscall.h>
 
-#include "core/check.hpp"
 #include "core/descriptor.hpp"
 
 namespace weft {
@@ -16,27 +13,20 @@ namespace weft {
 class ProcessWatch {
  public:
   ProcessWatch() = default;
-  // Throws Error (kNotAvailable) if the process cannot be watched. Watching oneself is legal.
-  explicit ProcessWatch(int32_t pid) : fd_(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0))) {
-    WEFT_CHECK(
-        Context{},
-        fd_.is_open(),
-        ErrorCode::kNotAvailable,
-        "watch: no descriptor for process {} ({})",
-        pid,
-        errno_text("pidfd_open", errno)
-    );
-  }
+  // Never fails. Watching oneself is legal.
+  explicit ProcessWatch(int32_t pid);
 
-  // One poll() with no wait. A default-made watch is always alive. A process descriptor becomes
-  // readable when its process ends, reaped or not.
-  [[nodiscard]] bool is_alive() const {
-    pollfd entry = {.fd = fd_.get(), .events = POLLIN, .revents = 0};
-    return !fd_.is_open() || ::poll(&entry, 1, 0) <= 0;
-  }
+  // False once the end of the process is proven, reaped or not: what cannot be known is no end. One
+  // poll() with no wait where there is a descriptor. A default-made watch is always alive.
+  [[nodiscard]] bool is_alive() const;
+  // An end will be seen, whether the process is reaped or not.
+  [[nodiscard]] bool sees_end() const { return fd_.is_open() || had_ended_ || begin_ != 0; }
 
  private:
   Descriptor fd_;
+  int32_t pid_ = 0;         // 0: nothing is watched
+  uint64_t begin_ = 0;      // without a descriptor: the process's time in /proc, 0: unknown
+  bool had_ended_ = false;  // when the watch began
 };
 
 }  // namespace weft

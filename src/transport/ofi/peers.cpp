@@ -36,11 +36,8 @@ bool is_end_of_connection(int error) {
 }  // namespace
 
 void Peers::watch(int rank, int32_t pid) {
-  try {
-    at(rank).watch = ProcessWatch(pid);
-    at(rank).is_watched = true;
-  } catch (const Error&) {  // another process space: messages will tell
-  }
+  at(rank).watch = ProcessWatch(pid);
+  at(rank).is_watched = at(rank).watch.sees_end();  // else messages will tell
 }
 
 void Peers::on_failure(int rank, const char* call, int error, std::string_view provider) {
