@@ -5,9 +5,11 @@
 #include <array>
 #include <cstring>
 #include <fstream>
+#include <iterator>
 #include <numeric>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <utility>
 
 #include "core/log.hpp"
 #include "group/control_plane.hpp"
@@ -175,14 +177,43 @@ std::vector<Card> swap_cards(const AllGather& all_gather, const Card& own, const
   return cards;
 }
 
-bool can_map(const Card& card) {
+// Why this rank cannot; empty: it can.
+std::string map_obstacle(const Card& card) {
   try {
     const SharedMemory memory = SharedMemory::open(card.probe);
-    return memory.bytes() >= sizeof(Nonce) &&
-           std::memcmp(memory.data(), card.nonce.data(), sizeof(Nonce)) == 0;
+    const bool is_that = memory.bytes() >= sizeof(Nonce) &&
+                         std::memcmp(memory.data(), card.nonce.data(), sizeof(Nonce)) == 0;
+    return is_that ? "" : "another process's memory is there";
   } catch (const Error& error) {
-    log(LogLevel::kDebug, "topology: no shared memory with {}: {}", card.host.data(), error.what());
-    return false;
+    return error.what();
+  }
+}
+
+// By one rank: two of a host do not map each other's memory, so that a network joins them.
+void tell_apart(
+    const Reach& reach,
+    const std::vector<Card>& cards,
+    const std::vector<std::string>& obstacles,
+    const Context& context
+) {
+  for (size_t a = 0; a < cards.size(); ++a) {
+    for (size_t b = 0; b < cards.size(); ++b) {
+      const ProcessPlace& here = cards[a].place;
+      const ProcessPlace& there = cards[b].place;
+      const bool is_one_host = here.boot_id == there.boot_id && here.boot_id.front() != 0;
+      if (!is_one_host || reach[a][b] != 0) {
+        continue;
+      }
+      if (std::cmp_equal(a, context.rank)) {
+        const bool is_apart = here.pid_namespace != there.pid_namespace;
+        log(LogLevel::kWarn,
+            "topology: ranks {} and {} are on one host and share no memory: {}",
+            a,
+            b,
+            is_apart ? "their pid namespaces differ" : obstacles[b]);
+      }
+      return;
+    }
   }
 }
 
@@ -190,10 +221,10 @@ bool can_map(const Card& card) {
 Reach swap_rows(
     const AllGather& all_gather, const std::vector<Card>& cards, const Context& context
 ) {
+  std::vector<std::string> obstacles;
+  std::ranges::transform(cards, std::back_inserter(obstacles), map_obstacle);
   std::vector<uint8_t> row(cards.size());
-  std::ranges::transform(cards, row.begin(), [](const Card& card) {
-    return static_cast<uint8_t>(can_map(card));
-  });
+  std::ranges::transform(obstacles, row.begin(), &std::string::empty);
   Reach reach;
   for (const Bytes& block : all_gather(std::as_bytes(std::span(row)))) {
     WEFT_CHECK(
@@ -207,6 +238,7 @@ Reach swap_rows(
     );
     std::memcpy(reach.emplace_back(block.size()).data(), block.data(), block.size());
   }
+  tell_apart(reach, cards, obstacles, context);
   return reach;
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/check.hpp"
+#include "core/log.hpp"
 #include "group/agree.hpp"
 #include "transport/common.hpp"
 #include "transport/faulty/faulty_transport.hpp"
@@ -90,14 +91,8 @@ std::vector<const Entry*> entries_of(std::string_view name) {
   return entries;
 }
 
-// Joins the ranks by one kind or throws the same on all of them.
-std::unique_ptr<Transport> join(
-    const Entry& entry,
-    const Group& group,
-    uint32_t num_signals,
-    const TransportOptions& options,
-    std::string_view kind
-) {
+// Throws the same on all ranks if what is known speaks against it.
+void check_obstacle(const Entry& entry, const Group& group, std::string_view kind) {
   agree(group, [&] {
     const std::string obstacle = entry.obstacle(group, kind);
     WEFT_CHECK(
@@ -109,7 +104,22 @@ std::unique_ptr<Transport> join(
         obstacle
     );
   });
-  return entry.make(group, num_signals, options, kind);
+}
+
+// By one rank: a transport that was to join these ranks does not.
+void tell_passed_over(
+    const Entry& taken,
+    const std::vector<std::string>& failures,
+    const Group& group,
+    const TransportOptions& options
+) {
+  const int speaker = options.members.empty() ? 0 : options.members.front();
+  if (!failures.empty() && group.rank() == speaker) {
+    log(LogLevel::kWarn,
+        "open(auto): transport {} joins the ranks, as a nearer one cannot: {}",
+        taken.name,
+        fmt::join(failures, "; "));
+  }
 }
 
 }  // namespace
@@ -168,14 +178,23 @@ std::unique_ptr<Transport> make_transport(
       context_of(group), !entries.empty(), "open({}): {}", name, transport_obstacle(name, group)
   );
   std::vector<std::string> reasons;
+  std::vector<std::string> failures;  // those of them that nothing spoke for before
   for (const Entry* entry : entries) {
+    bool is_tried = false;
     try {
-      return join(*entry, group, num_signals, options, kind_of(name));
+      check_obstacle(*entry, group, kind_of(name));
+      is_tried = true;
+      auto transport = entry->make(group, num_signals, options, kind_of(name));
+      tell_passed_over(*entry, failures, group, options);
+      return transport;
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kNotAvailable || entries.size() == 1) {
         throw;
       }
       reasons.emplace_back(error.what());
+      if (is_tried) {
+        failures.push_back(reasons.back());
+      }
     }
   }
   WEFT_RAISE(

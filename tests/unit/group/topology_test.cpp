@@ -147,14 +147,19 @@ TEST(ProbeTest, ARankWhosePageCannotBeMappedIsADomainOfItsOwn) {
 }
 
 TEST(ProbeTest, APageWithAnotherNumberIsNotMapped) {
+  testing::internal::CaptureStderr();
   const auto topologies = probe(3, std::nullopt, [](int rank, Bytes& bytes) {
     if (rank == 2 && bytes.size() > 3) {
       bytes[kNumberAt] ^= std::byte{1};
     }
   });
+  const std::string said = testing::internal::GetCapturedStderr();
   for (const Topology& topology : topologies) {
     EXPECT_EQ(topology.domains, (Domains{{0, 1}, {2}}));
   }
+  const std::string words = "topology: ranks 0 and 2 are on one host and share no memory: ";
+  EXPECT_NE(said.find(words), std::string::npos) << said;
+  EXPECT_EQ(std::ranges::count(said, '\n'), 1) << "by one rank: " << said;
 }
 
 TEST(ProbeTest, SettingsThatDifferAreNamedOnEveryRank) {

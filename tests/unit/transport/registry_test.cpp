@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cerrno>
 #include <cstdlib>
+#include <fcntl.h>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "support/refuse.hpp"
 #include "transport/transport.hpp"
 #include "weft/error.hpp"
 
@@ -55,6 +59,51 @@ TEST(TransportRegistryTest, ChoosesShmForProcesses) {
     return is_right && is_refused ? 0 : 1;
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(TransportRegistryTest, ChoosesShmWhereProcessesHaveNoDescriptors) {
+  if (!test::can_refuse()) {
+    GTEST_SKIP() << "this machine has no filters of system calls";
+  }
+  for (const int error : {ENOSYS, EPERM}) {
+    testing::internal::CaptureStderr();
+    const auto statuses = run_forked(2, [&](Group& group) {
+      const bool is_refused = test::refuse(SYS_pidfd_open, error);
+      const auto transport = make_transport("auto", group, 1);
+      const bool is_alive = transport->peer_state(1 - group.rank()) == PeerState::kAlive;
+      group.barrier();
+      return is_refused && is_alive && transport->name() == "shm" ? 0 : 1;
+    });
+    EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+    EXPECT_EQ(statuses, (std::vector<int>{0, 0})) << error;
+  }
+}
+
+// Rank 1 may not open what another process has, for writing.
+TEST(TransportRegistryTest, SaysOnceWhyANearerTransportIsPassedOver) {
+  if (!test::can_refuse()) {
+    GTEST_SKIP() << "this machine has no filters of system calls";
+  }
+  testing::internal::CaptureStderr();
+  const auto statuses = run_forked(2, [&](Group& group) {
+    if (group.rank() == 1 && !test::refuse(SYS_openat, EACCES, O_RDWR | O_CLOEXEC)) {
+      return 1;
+    }
+    if (!transport_obstacle("ofi", group).empty()) {
+      return 0;
+    }
+    return make_transport("auto", group, 1)->name() == "ofi" ? 0 : 1;
+  });
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+  bool has_ofi = false;
+  run_threads(1, [&](Group& group) { has_ofi = transport_obstacle("ofi", group).empty(); });
+  if (has_ofi) {
+    const char* const words = "open(auto): transport ofi joins the ranks, as a nearer one cannot: ";
+    EXPECT_TRUE(contains(said, words)) << said;
+    EXPECT_TRUE(contains(said, "no access to the memory of process")) << said;
+    EXPECT_EQ(std::ranges::count(said, '\n'), 1) << said;
+  }
 }
 
 TEST(TransportRegistryTest, NamesTheKnownTransportsForAnUnknownOne) {
@@ -111,6 +160,7 @@ TEST(TransportRegistryTest, KeepsDomainsApart) {
 
 TEST(TransportRegistryTest, JoinsDomainsByLibfabricIfThereIsOne) {
   ::setenv("WEFT_RANKS_PER_DOMAIN", "2", 1);
+  testing::internal::CaptureStderr();
   run_threads(4, [](Group& group) {
     const std::string obstacle = transport_obstacle("ofi", group);
     if (obstacle.empty()) {
@@ -126,6 +176,7 @@ TEST(TransportRegistryTest, JoinsDomainsByLibfabricIfThereIsOne) {
         << error;
     EXPECT_TRUE(contains(error, obstacle)) << error;
   });
+  EXPECT_FALSE(contains(testing::internal::GetCapturedStderr(), "nearer")) << "several domains";
   ::unsetenv("WEFT_RANKS_PER_DOMAIN");
 }
 
