@@ -65,9 +65,20 @@ MessageRoll::Start MessageRoll::join(
   const Context context = context_of(group);
   const Deadline deadline(timeout);
   Welcome welcome;
-  for (;;) {
-    const Bytes answer =
-        Links::ask(invitation.address, invitation.port, invitation.token, deadline, context);
+  for (bool is_answered = false;; is_answered = true) {
+    Bytes answer;
+    try {
+      answer = Links::ask(invitation.address, invitation.port, invitation.token, deadline, context);
+    } catch (const Error&) {
+      WEFT_CHECK(
+          context,
+          !is_answered || !deadline.has_passed(),
+          ErrorCode::kTimeout,
+          "rejoin: rank {} is not lost to the others",
+          context.rank
+      );
+      throw;
+    }
     std::span<const std::byte> rest = answer;
     const auto num_ranks = static_cast<size_t>(context.num_ranks);
     const Number number = take_number(rest).value_or(Number());
@@ -83,13 +94,6 @@ MessageRoll::Start MessageRoll::join(
     if (!welcome.agreed.members.has(context.rank)) {
       break;
     }
-    WEFT_CHECK(
-        context,
-        !deadline.has_passed(),
-        ErrorCode::kTimeout,
-        "rejoin: rank {} is not lost to the others",
-        context.rank
-    );
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   const Members& members = welcome.agreed.members;

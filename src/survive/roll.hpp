@@ -93,8 +93,8 @@ class Roll {
   virtual void be_next(const Members& members) = 0;
   // It wants to be taken in, or does no longer.
   virtual void ask(bool is_asking) = 0;
-  // Nobody hears of that: another process had the place.
-  [[nodiscard]] virtual bool is_turned_away() const { return false; }
+  // Once it has asked: no rank hears of that, as another process has the place.
+  [[nodiscard]] virtual bool is_turned_away() const = 0;
   // The next life of a lost rank does, by a process that lives.
   [[nodiscard]] virtual bool asks(int rank) const = 0;
 };

@@ -14,54 +14,14 @@
 namespace weft {
 namespace {
 
-// The word that decides. Calls count modulo 2^34, which no two of them are apart.
-struct State {
-  static constexpr int kCallBits = 34;
-  static constexpr int kSeatBits = 15;
-  static_assert(2 * kMaxRanks <= 1 << kSeatBits);
-
-  uint64_t epoch = 0;
-  uint64_t proposer = 0;  // the seat of its line
-  uint64_t committed = 0;
-
-  explicit State(uint64_t bits)
-      : epoch(bits >> (kCallBits + kSeatBits)),
-        proposer(bits >> kCallBits & ((uint64_t{1} << kSeatBits) - 1)),
-        committed(bits & ((uint64_t{1} << kCallBits) - 1)) {}
-  [[nodiscard]] uint64_t bits() const {
-    return (epoch << kSeatBits | proposer) << kCallBits | committed;
-  }
-};
-
-uint64_t counted(uint64_t call) {
-  return call & ((uint64_t{1} << State::kCallBits) - 1);
-}
-
-uint64_t arrival(uint64_t epoch, uint64_t call) {
-  return epoch << State::kCallBits | counted(call);
-}
-
 // The bell, then the word that decides, then the lines.
 constexpr uint64_t kStateBytes = 64;
 const uint64_t kBellBytes = (SignalBlock::num_bytes(0) + 63) / 64 * 64;
 
-// Null: the process has ended. A thread of this one is watched by what sees nothing.
-std::unique_ptr<ProcessWatch> watch_of(uint64_t pid) {
-  try {
-    return std::make_unique<ProcessWatch>(
-        pid == static_cast<uint64_t>(::getpid()) ? ProcessWatch()
-                                                 : ProcessWatch(static_cast<int32_t>(pid))
-    );
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kNotAvailable) {
-      throw;
-    }
-    return nullptr;
-  }
-}
-
-bool is_alive(const std::unique_ptr<ProcessWatch>& watch) {
-  return watch != nullptr && watch->is_alive();
+// A thread of this process is watched by what sees nothing.
+ProcessWatch watch_of(uint64_t pid) {
+  return pid == static_cast<uint64_t>(::getpid()) ? ProcessWatch()
+                                                  : ProcessWatch(static_cast<int32_t>(pid));
 }
 
 // Never 0.
@@ -81,13 +41,16 @@ uint64_t SharedRoll::num_bytes() const {
 }
 
 SharedRoll::SharedRoll(std::unique_ptr<MemorySource> source, const Group& group)
-    : rank_(group.rank()),
+    : context_(context_of(group)),
+      rank_(group.rank()),
       num_ranks_(group.num_ranks()),
       lives_(static_cast<size_t>(group.num_ranks())),
       source_(std::move(source)),
       watches_(static_cast<size_t>(group.num_ranks())) {
   if (const auto invitation = invitation_of(group)) {
     map(invitation->cookie);
+    lives_ = members().lives;
+    watch_all();
     return;
   }
   Cookie cookie = {};
@@ -100,13 +63,9 @@ SharedRoll::SharedRoll(std::unique_ptr<MemorySource> source, const Group& group)
   const Cookie theirs = gather_values(group, cookie).front();
   agree(group, [&] {
     map(theirs);
-    write(own_line().pid, static_cast<uint64_t>(::getpid()));
+    static_cast<void>(take_line());
   });
-  agree(group, [&] {
-    for (int rank = 0; rank < num_ranks_; ++rank) {
-      watch(rank);
-    }
-  });
+  agree(group, [&] { watch_all(); });
 }
 
 void SharedRoll::map(const Cookie& cookie) {
@@ -119,48 +78,93 @@ void SharedRoll::map(const Cookie& cookie) {
 }
 
 void SharedRoll::watch(int rank) {
-  watches_[static_cast<size_t>(rank)] = watch_of(read(line(rank).pid));
+  watches_[static_cast<size_t>(rank)] = watch_of(RollHolder(read(line(rank).holder)).pid);
+}
+
+void SharedRoll::watch_all() {
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    watch(rank);
+  }
 }
 
 void SharedRoll::follow(const Members& members) {
   const std::vector<uint64_t> before = std::exchange(lives_, members.lives);
   for (int rank = 0; rank < num_ranks_; ++rank) {
     const auto at = static_cast<size_t>(rank);
-    if (before[at] != lives_[at] || watches_[at] == nullptr) {
+    if (before[at] != lives_[at] || !watches_[at].sees_end()) {
       watch(rank);
     }
   }
 }
 
 bool SharedRoll::is_in(const Members& members) const {
-  return members.has(rank_) && members.lives[static_cast<size_t>(rank_)] == life_;
+  return members.has(rank_) && members.lives[static_cast<size_t>(rank_)] == life_ && has_line();
 }
 
-// What the life before the last has left in this line is not its own.
+// Only from the lives before, or from who has ended or left before it was a member.
+bool SharedRoll::take_line() {
+  uint64_t seen = read(own_line().holder);
+  const RollHolder before(seen);
+  const bool is_of_this_life = seen != 0 && before.life == life_;
+  if (before.life > life_ || (is_of_this_life && is_there(own_line(), seen))) {
+    return false;
+  }
+  const uint64_t own = before.next(life_, static_cast<uint64_t>(::getpid())).bits();
+  const bool is_first = swap(own_line().holder, seen, own);
+  taken_ = is_first ? own : 0;
+  return is_first;
+}
+
+bool SharedRoll::is_there(Line& line, uint64_t holder) {
+  return read(line.has_left) != holder && watch_of(RollHolder(holder).pid).is_alive();
+}
+
+// What others have left in this line is not its own. If the one before it was let in, then that is
+// seen now, or the others see that this one has the line.
 void SharedRoll::ask(bool is_asking) {
-  Line& own = own_line();
   if (!is_asking) {
-    write(own.asks, 0);
+    if (has_line()) {
+      write(own_line().asks, 0);
+    }
     return;
   }
+  if (!take_line()) {
+    return;
+  }
+  Line& own = own_line();
   write(own.arrived, 0);
   write(own.mail[0].number, 0);
   write(own.mail[1].number, 0);
-  write(own.has_left, 0);
-  write(own.pid, static_cast<uint64_t>(::getpid()));
-  write(own.asks, life_ + 1);
+  if (is_past(members())) {
+    leave();
+    taken_ = 0;
+    return;
+  }
+  write(own.asks, taken_);
   bell_.ring();
+}
+
+bool SharedRoll::is_past(const Members& members) const {
+  return members.lives[static_cast<size_t>(rank_)] >= life_;
+}
+
+bool SharedRoll::is_turned_away() const {
+  if (!has_line()) {
+    return true;
+  }
+  const Members now = members();
+  return is_past(now) && !is_in(now);
 }
 
 bool SharedRoll::asks(int rank) const {
   const uint64_t life = lives_[static_cast<size_t>(rank)] + 1;
   Line& next = line(seat(rank, life));
-  return read(next.asks) == life + 1 && read(next.has_left) != life + 1 &&
-         is_alive(watch_of(read(next.pid)));
+  const uint64_t holder = read(next.holder);
+  return RollHolder(holder).life == life && read(next.asks) == holder && is_there(next, holder);
 }
 
 uint64_t SharedRoll::committed() const {
-  return State(read(*state_)).committed;
+  return RollState(read(*state_)).committed;
 }
 
 SharedRoll::Line& SharedRoll::line(size_t seat) const {
@@ -173,7 +177,7 @@ uint64_t* SharedRoll::proposal(size_t seat, uint64_t epoch) const {
 }
 
 uint64_t SharedRoll::epoch() const {
-  return State(read(*state_)).epoch;
+  return RollState(read(*state_)).epoch;
 }
 
 uint64_t SharedRoll::beats(int rank) const {
@@ -181,17 +185,20 @@ uint64_t SharedRoll::beats(int rank) const {
 }
 
 bool SharedRoll::has_ended(int rank) const {
-  return has_left(rank) || !is_alive(watches_[static_cast<size_t>(rank)]);
+  return has_left(rank) || !watches_[static_cast<size_t>(rank)].is_alive();
 }
 
 bool SharedRoll::has_left(int rank) const {
-  return read(line(rank).has_left) == lives_[static_cast<size_t>(rank)] + 1;
+  Line& of = line(rank);
+  const uint64_t holder = read(of.has_left);
+  return holder != 0 && RollHolder(holder).life == lives_[static_cast<size_t>(rank)] &&
+         holder == read(of.holder);
 }
 
 // A slot is written again two epochs later, so the epoch is looked at once more after it was read.
 Roll::Members SharedRoll::members() const {
   for (;;) {
-    const State now(read(*state_));
+    const RollState now(read(*state_));
     Members members = {.epoch = now.epoch, .ranks = {}, .lives = {}};
     uint64_t* const set = proposal(now.proposer, now.epoch);
     for (int rank = 0; rank < num_ranks_; ++rank) {
@@ -208,32 +215,32 @@ Roll::Members SharedRoll::members() const {
 }
 
 bool SharedRoll::has_line() const {
-  return read(own_line().pid) == static_cast<uint64_t>(::getpid());
+  return RollHolder(taken_).pid == static_cast<uint64_t>(::getpid()) &&
+         read(own_line().holder) == taken_;
 }
 
 void SharedRoll::leave() {
   if (!has_line()) {
     return;
   }
-  ask(false);
-  write(own_line().has_left, life_ + 1);
+  write(own_line().has_left, taken_);
   bell_.ring();
 }
 
 void SharedRoll::arrive(const Members& with, uint64_t call) {
   if (has_line()) {
-    write(own_line().arrived, arrival(with.epoch, call));
+    write(own_line().arrived, RollState::arrival(with.epoch, call));
   }
 }
 
 bool SharedRoll::has_arrived(int rank, const Members& with, uint64_t call) const {
-  return read(line(rank).arrived) == arrival(with.epoch, call);
+  return read(line(rank).arrived) == RollState::arrival(with.epoch, call);
 }
 
 bool SharedRoll::commits(const Members& with, uint64_t call) {
   uint64_t seen = read(*state_);
-  State next(seen);
-  if (next.committed == counted(call)) {
+  RollState next(seen);
+  if (next.committed == RollState::counted(call)) {
     // In a later epoch of which this rank is a member it was not: that needed its arrival there.
     return next.epoch == with.epoch || is_in(members());
   }
@@ -241,22 +248,22 @@ bool SharedRoll::commits(const Members& with, uint64_t call) {
   if (next.epoch != with.epoch || !std::ranges::all_of(with.ranks, is_here)) {
     return false;
   }
-  next.committed = counted(call);
+  next.committed = RollState::counted(call);
   const bool is_first = swap(*state_, seen, next.bits());
   if (is_first) {
     bell_.ring();
   }
-  return is_first || (State(seen).committed == counted(call) && State(seen).epoch == with.epoch);
+  return is_first || (RollState(seen).committed == RollState::counted(call) &&
+                      RollState(seen).epoch == with.epoch);
 }
 
 void SharedRoll::propose(const Members& instead_of, uint64_t call, std::span<const int> ranks) {
   uint64_t seen = read(*state_);
-  State next(seen);
-  if (next.epoch != instead_of.epoch || next.committed == counted(call)) {
+  RollState next(seen);
+  if (next.epoch != instead_of.epoch || next.committed == RollState::counted(call)) {
     return;
   }
-  ++next.epoch;
-  next.proposer = seat(rank_, life_);
+  next.change(seat(rank_, life_), context_);
   uint64_t* const set = proposal(next.proposer, next.epoch);
   for (int rank = 0; rank < num_ranks_; ++rank) {
     const bool is_member = std::ranges::find(ranks, rank) != ranks.end();

@@ -11,8 +11,9 @@
 //
 // Lives that follow each other in a place have lines of their own, so that one that was given up
 // and goes on changes nothing that the next one says, and sees that it is none of the members. The
-// next but one has its line, and it writes nothing there any more. tests/model/roll.pml is the
-// model of all this.
+// next but one has its line, and it writes nothing there any more. Of processes that want the same
+// life one takes the line, by compare-and-swap; another can once that one has ended or left without
+// having been a member. tests/model/roll.pml is the model of all this but the taking of lines.
 #pragma once
 
 #include <atomic>
@@ -26,6 +27,7 @@
 
 #include "group/process_watch.hpp"
 #include "survive/roll.hpp"
+#include "survive/roll_state.hpp"
 #include "transport/mapped/memory.hpp"
 #include "transport/mapped/signal_block.hpp"
 #include "weft/group.hpp"
@@ -37,6 +39,9 @@ class SharedRoll final : public Roll {
   // Collective. Throws the same Error on every rank if any cannot reach the memory. Not collective
   // for a rank that joins again (Group::rejoin): it is none of the members until they take it in.
   SharedRoll(std::unique_ptr<MemorySource> source, const Group& group);
+  ~SharedRoll() override { leave(); }
+  SharedRoll(const SharedRoll&) = delete;
+  SharedRoll& operator=(const SharedRoll&) = delete;
 
   [[nodiscard]] uint64_t epoch() const override;
   void beat() override { Word(own_line().beats).fetch_add(1, std::memory_order_relaxed); }
@@ -66,6 +71,7 @@ class SharedRoll final : public Roll {
     life_ = members.lives[static_cast<size_t>(rank_)] + 1;
   }
   void ask(bool is_asking) override;
+  [[nodiscard]] bool is_turned_away() const override;
   [[nodiscard]] bool asks(int rank) const override;
 
  private:
@@ -80,9 +86,9 @@ class SharedRoll final : public Roll {
   struct Line {
     alignas(64) uint64_t arrived;
     alignas(64) uint64_t beats;
-    alignas(64) uint64_t has_left;  // 1 + the life that has
-    uint64_t pid;
-    uint64_t asks;  // likewise
+    alignas(64) uint64_t holder;  // RollHolder; 0: the line was never taken
+    uint64_t has_left;            // the holder that has, 0: none
+    uint64_t asks;                // likewise
     Mail mail[2];
     // Behind it: proposals [2][num_ranks], of each rank 2 * life + (1 if it is a member).
   };
@@ -106,26 +112,33 @@ class SharedRoll final : public Roll {
     return line(seat(rank, lives_[static_cast<size_t>(rank)]));
   }
   [[nodiscard]] Line& own_line() const { return line(seat(rank_, life_)); }
-  // It is this process's still: neither the next life but one has it, nor was this one forked.
+  // It is this roll's still: no other has taken it, nor was this process forked.
   [[nodiscard]] bool has_line() const;
+  // False: it is another's.
+  [[nodiscard]] bool take_line();
+  // It has not left, and its process is not known to have ended.
+  [[nodiscard]] static bool is_there(Line& line, uint64_t holder);
+  // A process of this rank's life, or of a later one, has been a member.
+  [[nodiscard]] bool is_past(const Members& members) const;
   [[nodiscard]] uint64_t* proposal(size_t seat, uint64_t epoch) const;
   [[nodiscard]] size_t line_bytes() const;
 
+  Context context_;
   int rank_;
   int num_ranks_;
   uint64_t life_ = 0;            // of this rank
+  uint64_t taken_ = 0;           // RollHolder of the line when this rank took it, 0: it has none
   std::vector<uint64_t> lives_;  // by rank
   std::unique_ptr<MemorySource> source_;
   Memory memory_;
   SignalBlock bell_;
   uint64_t* state_ = nullptr;
   std::byte* lines_ = nullptr;
-  // By rank; null: its process had ended before this rank looked. Those of threads of this process
-  // see nothing.
-  std::vector<std::unique_ptr<ProcessWatch>> watches_;
+  std::vector<ProcessWatch> watches_;  // by rank; those of threads of this process see nothing
 
   void map(const Cookie& cookie);
   void watch(int rank);
+  void watch_all();
   [[nodiscard]] uint64_t num_bytes() const;
 };
 

@@ -60,19 +60,14 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
 
 void Survival::join() {
   roll_->be_next(members_);
+  roll_->ask(true);
   const Deadline deadline(timeout_);
-  for (bool is_asking = false;;) {
+  for (;;) {
     const uint32_t doorbell = roll_->doorbell();
     members_ = roll_->members();
+    roll_->follow(members_);
     if (roll_->is_in(members_)) {
       break;
-    }
-    if (members_.has(context_.rank)) {  // the others have yet to see that the one before it is gone
-      std::vector<int> rest;
-      std::ranges::remove_copy(members_.ranks, std::back_inserter(rest), context_.rank);
-      roll_->propose(members_, roll_->committed() + 1, rest);
-    } else if (!std::exchange(is_asking, true)) {
-      roll_->ask(true);
     }
     WEFT_CHECK(
         context_,
@@ -81,8 +76,21 @@ void Survival::join() {
         "rejoin: another process has taken the place of rank {}",
         context_.rank
     );
+    const bool is_taken = members_.has(context_.rank) && !roll_->has_ended(context_.rank);
+    if (members_.has(context_.rank) && !is_taken) {  // which the others have yet to see
+      std::vector<int> rest;
+      std::ranges::remove_copy(members_.ranks, std::back_inserter(rest), context_.rank);
+      roll_->propose(members_, roll_->committed() + 1, rest);
+    }
     if (deadline.has_passed()) {
       roll_->leave();
+      WEFT_CHECK(
+          context_,
+          !is_taken,
+          ErrorCode::kTimeout,
+          "rejoin: rank {} is not lost to the others",
+          context_.rank
+      );
       WEFT_RAISE(
           context_,
           ErrorCode::kTimeout,
@@ -97,7 +105,6 @@ void Survival::join() {
   roll_->ask(false);
   call_ = roll_->committed();
   has_newcomers_ = true;
-  roll_->follow(members_);
 }
 
 std::string Survival::invitation(std::string_view transport) const {
