@@ -143,32 +143,39 @@ Socket accept_from(const Socket& listener, std::string& host) {
   return socket;
 }
 
-Socket connect_to(const Endpoint& endpoint, const Deadline& deadline) {
+Socket begin_connect(const Endpoint& endpoint) {
   Socket socket(::socket(endpoint.address.ss_family, SOCK_STREAM | kSocketFlags, 0));
+  const bool is_begun =
+      socket.is_open() &&
+      (connect(socket.get(), as_sockaddr(endpoint), endpoint.size) == 0 || errno == EINPROGRESS);
+  return is_begun ? std::move(socket) : Socket();
+}
+
+IoState finish_connect(const Socket& socket, const Endpoint& endpoint) {
+  if (!wait_for(socket, POLLOUT, Deadline(std::chrono::milliseconds(0)))) {
+    return IoState::kMore;
+  }
+  int error = 0;
+  socklen_t size = sizeof(error);
+  getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+  errno = error;
+  if (error != 0 || is_connected_to_itself(socket, endpoint)) {
+    return IoState::kClosed;
+  }
+  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  return IoState::kDone;
+}
+
+Socket connect_to(const Endpoint& endpoint, const Deadline& deadline) {
+  Socket socket = begin_connect(endpoint);
   if (!socket.is_open()) {
     return socket;
   }
-  if (connect(socket.get(), as_sockaddr(endpoint), endpoint.size) != 0) {
-    if (errno != EINPROGRESS) {
-      return {};
-    }
-    if (!wait_for(socket, POLLOUT, deadline)) {
-      errno = ETIMEDOUT;
-      return {};
-    }
-    int error = 0;
-    socklen_t size = sizeof(error);
-    getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-    if (error != 0) {
-      errno = error;
-      return {};
-    }
-  }
-  if (is_connected_to_itself(socket, endpoint)) {
+  if (!wait_for(socket, POLLOUT, deadline)) {
+    errno = ETIMEDOUT;
     return {};
   }
-  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  return socket;
+  return finish_connect(socket, endpoint) == IoState::kDone ? std::move(socket) : Socket();
 }
 
 bool wait_readable(const Socket& socket, const Deadline& deadline) {

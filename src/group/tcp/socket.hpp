@@ -38,13 +38,18 @@ struct Endpoint {
 // A waiting connection, and the numeric address of the host that it comes from. Not open if there
 // is none, or no file for it; errno says which.
 [[nodiscard]] Socket accept_from(const Socket& listener, std::string& host);
-// One attempt. Not open on failure; errno says why.
+// Begins an attempt. Not open on failure; errno says why.
+[[nodiscard]] Socket begin_connect(const Endpoint& endpoint);
+// One attempt, to its end. Not open on failure; errno says why.
 [[nodiscard]] Socket connect_to(const Endpoint& endpoint, const Deadline& deadline);
 
 // False when the deadline passed.
 [[nodiscard]] bool wait_readable(const Socket& socket, const Deadline& deadline);
 
 enum class IoState : uint8_t { kDone, kMore, kClosed };
+
+// What has become of the attempt. kClosed: it has failed; errno says why.
+[[nodiscard]] IoState finish_connect(const Socket& socket, const Endpoint& endpoint);
 
 // Fills `bytes` from `done` on as far as possible without waiting.
 [[nodiscard]] IoState receive_some(const Socket& socket, std::span<std::byte> bytes, size_t& done);
