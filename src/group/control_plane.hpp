@@ -183,6 +183,6 @@ inline void check_maker(std::string_view verb, pid_t maker, const Context& conte
 // The version of all that ranks say to each other: rendezvous, cards, handshakes of calls, records,
 // messages of transports. Raise it with every change to any of these, so that ranks of different
 // builds part with an error that says so.
-inline constexpr uint32_t kProtocolVersion = 7;
+inline constexpr uint32_t kProtocolVersion = 8;
 
 }  // namespace weft

@@ -9,6 +9,7 @@
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
+#include <thread>
 #include <utility>
 
 #include "core/env.hpp"
@@ -18,12 +19,10 @@
 namespace weft {
 namespace {
 
-// Who connects and says nothing is none of the ranks.
-constexpr auto kPatience = std::chrono::seconds(10);
-// Who has not introduced itself, at a time; others wait to be accepted.
+// Who has not proven the token, at a time; as many as there are ranks, if they are more.
 constexpr size_t kMostGuests = 64;
-// Of a connection that others have to wait for meanwhile.
-constexpr auto kQuick = std::chrono::milliseconds(500);
+// Rank of who is none, and asks who there is.
+constexpr int kAsker = -1;
 // How often a connection is tried that has failed, at most.
 constexpr auto kTryEvery = std::chrono::seconds(1);
 // Bytes that wait for a rank that is no member any more, and may be stopped.
@@ -42,10 +41,20 @@ std::string own_address(const Group& group) {
   return local_address(wanted);
 }
 
-Socket connect_to_card(
-    const std::string& address, int port, const Deadline& deadline, const Context& context
-) {
-  return connect_to(resolve(address, port, context).front(), deadline);
+// Also of a card that came over a network.
+std::string address_of(const Links::Card& card) {
+  return {card.address.data(), ::strnlen(card.address.data(), card.address.size())};
+}
+
+// What is proven to who listens there.
+Point secret_of(const Links::Token& token, const std::string& address, int port) {
+  const auto bytes = value_bytes(token);
+  std::string text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  return point_of(text + endpoint_text(address, port));
+}
+
+Endpoint endpoint_of(const std::string& address, int port, const Context& context) {
+  return resolve(address, port, context).front();
 }
 
 // An empty one is of nobody.
@@ -65,8 +74,8 @@ Links::Links(const Group& group, std::chrono::milliseconds timeout)
       links_(static_cast<size_t>(group.num_ranks())),
       next_(links_.size()) {
   const Deadline deadline(timeout);
-  agree(group, [&] { open_listener(group); });
   token_ = gather_values(group, token_).front();
+  agree(group, [&] { open_listener(group); });
   const std::vector<Bytes> cards = group.all_gather(value_bytes(own_card_));
   agree(group, [&] { connect_all(group, cards, deadline); });
 }
@@ -84,13 +93,18 @@ void Links::open_listener(const Group& group) {
       WEFT_SYS(context_, ErrorCode::kNotAvailable, ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
   );
   const std::string address = own_address(group);
-  listener_ = listen_on(address, 0, context_);
+  Socket listener = listen_on(address, 0, context_);
   address.copy(own_card_.address.data(), own_card_.address.size() - 1);
-  own_card_.port = port_of(listener_);
+  own_card_.port = port_of(listener);
   own_card_.place = this_place();
+  door_.emplace(
+      std::move(listener),
+      secret_of(token_, address_of(own_card_), own_card_.port),
+      std::max(kMostGuests, links_.size())
+  );
 }
 
-// The kernel takes connections before anybody accepts them, so all ranks connect first.
+// The higher one of two ranks connects.
 void Links::connect_all(
     const Group& group, std::span<const Bytes> cards, const Deadline& deadline
 ) {
@@ -99,66 +113,46 @@ void Links::connect_all(
     Link& link = links_[at];
     link.card = block_value<Card>(cards[at], at, context_);
     link.is_awaited = rank != context_.rank;
-    if (rank < context_.rank) {
-      link.line.socket = connect(link.card, deadline);
-      WEFT_CHECK(
-          context_.without(rank),
-          link.line.socket.is_open(),
-          ErrorCode::kNotAvailable,
-          "survive: rank {} cannot be reached at {} ({})",
-          rank,
-          endpoint_text(link.card.address.data(), link.card.port),
-          std::strerror(errno)
-      );
-      link.is_awaited = false;
-      link.is_known = true;
-    }
+    link.connects = rank < context_.rank;
+    try_to_connect(link, deadline.left());
     if (group.topology().host_of[at] == this_host()) {
       watch(link);
     }
   }
-  const auto is_awaited = [](const Link& link) { return link.is_awaited; };
   const Events nobody_asks = {.on_frame = {}, .on_question = [] { return Bytes(); }};
-  while (std::ranges::any_of(links_, is_awaited)) {
-    std::vector<pollfd> entries = {{.fd = listener_.get(), .events = POLLIN, .revents = 0}};
-    for (const Guest& guest : guests_) {
-      entries.push_back({.fd = guest.socket.get(), .events = POLLIN, .revents = 0});
-    }
-    ::poll(entries.data(), entries.size(), static_cast<int>(deadline.left().count()));
-    let_in();
-    for (Guest& guest : guests_) {
-      seat(guest, nobody_asks);
-    }
-    std::erase_if(guests_, [](const Guest& guest) { return !guest.socket.is_open(); });
+  for (;;) {
+    move(nobody_asks);
     std::vector<int> absent;
     for (int rank = 0; rank < context_.num_ranks; ++rank) {
-      if (is_awaited(links_[static_cast<size_t>(rank)])) {
+      const Link& link = links_[static_cast<size_t>(rank)];
+      WEFT_CHECK(
+          context_.without(rank),
+          link.problem.empty(),
+          ErrorCode::kNotAvailable,
+          "survive: rank {} cannot be reached at {} ({})",
+          rank,
+          endpoint_text(address_of(link.card), link.card.port),
+          link.problem
+      );
+      if (link.is_awaited) {
         absent.push_back(rank);
       }
     }
+    if (absent.empty()) {
+      break;
+    }
     WEFT_CHECK(
         context_,
-        absent.empty() || !deadline.has_passed(),
+        !deadline.has_passed(),
         ErrorCode::kTimeout,
         "survive: {} did not connect in time",
         rank_list(absent)
     );
+    std::vector<pollfd> entries = wanted();
+    const auto time = std::min<std::chrono::milliseconds>(deadline.left(), kTryEvery);
+    ::poll(entries.data(), entries.size(), static_cast<int>(time.count()));
   }
-}
-
-// Not open if nobody can be reached there.
-Socket Links::connect(const Card& card, const Deadline& deadline) const {
-  Socket socket;
-  try {
-    socket = connect_to_card(card.address.data(), card.port, deadline, context_);
-  } catch (const Error&) {  // the card of nobody
-  }
-  const Introduction own = {
-      .rank = context_.rank, .life = own_life_, .token = token_, .card = own_card_};
-  if (socket.is_open() && send_all(socket, value_bytes(own), deadline) != IoState::kDone) {
-    socket.close();
-  }
-  return socket;
+  std::ranges::for_each(links_, [](Link& link) { link.is_known = true; });
 }
 
 void Links::join(
@@ -189,27 +183,36 @@ Bytes Links::ask(
     const Deadline& deadline,
     const Context& context
 ) {
-  const Socket socket = connect_to_card(address, port, deadline, context);
-  WEFT_CHECK(
-      context,
-      socket.is_open(),
-      ErrorCode::kNotAvailable,
-      "rejoin: nobody is at {} ({}); ask a rank that is left for an invitation",
-      endpoint_text(address, port),
-      std::strerror(errno)
-  );
-  const Introduction question = {.rank = -1, .token = token, .card = {}};
-  Frame answer;
-  const bool is_answered = send_all(socket, value_bytes(question), deadline) == IoState::kDone &&
-                           receive_frame(socket, answer, deadline) == IoState::kDone;
-  WEFT_CHECK(
-      context,
-      is_answered,
-      ErrorCode::kTimeout,
-      "rejoin: no answer from {}",
-      endpoint_text(address, port)
-  );
-  return std::move(answer.payload);
+  const Endpoint endpoint = endpoint_of(address, port, context);
+  const Point secret = secret_of(token, address, port);
+  const Claim claim = {.rank = kAsker, .num_ranks = context.num_ranks};
+  for (;;) {
+    Knock knock(endpoint, secret, claim, Deadline(std::min(kHandshakeTime, deadline.left())));
+    const TalkState state = knock.finish();
+    WEFT_CHECK(
+        context,
+        state != TalkState::kOtherSecret && (state == TalkState::kProven || knock.has_connected()),
+        ErrorCode::kNotAvailable,
+        "rejoin: none of the ranks is at {} ({}); ask a rank that is left for an invitation",
+        endpoint_text(address, port),
+        state == TalkState::kOtherSecret ? "another process is" : knock.problem()
+    );
+    Frame answer;
+    if (state == TalkState::kProven &&
+        receive_frame(knock.take_socket(), answer, deadline) == IoState::kDone) {
+      return std::move(answer.payload);
+    }
+    WEFT_CHECK(
+        context,
+        deadline.left() > kAskEvery,
+        ErrorCode::kTimeout,
+        "rejoin: no answer from {} within {}{}",
+        endpoint_text(address, port),
+        seconds_text(deadline.timeout()),
+        knock.problem().empty() ? "" : fmt::format(" ({})", knock.problem())
+    );
+    std::this_thread::sleep_for(kAskEvery);
+  }
 }
 
 // Threads of this process end with it.
@@ -255,14 +258,43 @@ void Links::take(int rank, uint64_t life, bool connects) {
   link.connects = connects;
 }
 
-void Links::try_to_connect(Link& link) const {
-  const bool is_wanted = link.is_awaited && link.connects && !link.has_ended;
-  if (is_wanted && is_given(link.card) && Clock::now() >= link.next_try) {
-    link.line.socket = connect(link.card, Deadline(kQuick));
-    link.is_awaited = !link.line.socket.is_open();
+void Links::try_to_connect(Link& link, std::chrono::milliseconds patience) const {
+  if (!link.is_awaited || !link.connects || link.has_ended || !is_given(link.card)) {
+    link.knock.reset();
+    return;
+  }
+  if (!link.knock) {
+    if (Clock::now() < link.next_try) {
+      return;
+    }
     link.next_try = Clock::now() + kTryEvery;
+    const std::string address = address_of(link.card);
+    const int port = link.card.port;
+    try {
+      link.knock.emplace(
+          endpoint_of(address, port, context_),
+          secret_of(token_, address, port),
+          Claim{.rank = context_.rank, .num_ranks = context_.num_ranks},
+          Deadline(patience)
+      );
+    } catch (const Error&) {  // the card of nobody
+      return;
+    }
+  }
+  const TalkState state = link.knock->advance();
+  if (state == TalkState::kWaiting) {
+    return;
+  }
+  if (state == TalkState::kProven) {
+    link.line.socket = link.knock->take_socket();
+    link.is_awaited = false;
+    const Introduction introduction = {.life = own_life_, .card = own_card_};
+    const auto own = value_bytes(introduction);
+    link.unsent.insert(link.unsent.begin(), own.begin(), own.end());
     push(link);
   }
+  link.problem = link.knock->has_connected() ? "" : link.knock->problem();
+  link.knock.reset();
 }
 
 void Links::dismiss(int rank) {
@@ -270,6 +302,7 @@ void Links::dismiss(int rank) {
   link.is_dismissed = true;
   if (!link.line.socket.is_open()) {
     link.is_awaited = false;
+    link.knock.reset();
     link.unsent.clear();
   }
 }
@@ -287,46 +320,40 @@ void Links::learn(std::span<const uint64_t> lives, std::span<const Card> cards) 
   }
 }
 
-void Links::let_in() {
-  has_no_room_ = false;
-  while (guests_.size() < kMostGuests) {
-    std::string host;
-    Socket socket = accept_from(listener_, host);
-    if (!socket.is_open()) {
-      has_no_room_ = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-      return;
+void Links::let_in(const Events& events) {
+  for (Guest& guest : door_->let_in()) {
+    const Claim& claim = guest.claim();
+    const bool is_one = claim.version == kProtocolVersion && claim.num_ranks == context_.num_ranks;
+    if (is_one && claim.rank == kAsker) {
+      Link& asker = past_.emplace_back();
+      asker.line.socket = guest.take_socket();
+      queue(asker, FrameKind::kAgreed, events.on_question());
+    } else if (is_one && claim.rank >= 0 && claim.rank < context_.num_ranks &&
+               claim.rank != context_.rank) {
+      arrivals_.push_back({.socket = guest.take_socket(), .rank = claim.rank});
     }
-    guests_.push_back(
-        {.socket = std::move(socket), .said = {}, .done = 0, .deadline = Deadline(kPatience)}
-    );
   }
+  std::ranges::for_each(arrivals_, [&](Arrival& arrival) { seat(arrival, events); });
+  std::erase_if(arrivals_, [](const Arrival& arrival) { return !arrival.socket.is_open(); });
 }
 
-void Links::seat(Guest& guest, const Events& events) {
-  const auto bytes = std::as_writable_bytes(std::span(&guest.said, 1));
-  const IoState state = receive_some(guest.socket, bytes, guest.done);
-  if (state == IoState::kMore && !guest.deadline.has_passed()) {
+void Links::seat(Arrival& arrival, const Events& events) {
+  const auto bytes = std::as_writable_bytes(std::span(&arrival.said, 1));
+  const IoState state = receive_some(arrival.socket, bytes, arrival.done);
+  if (state == IoState::kMore && !arrival.deadline.has_passed()) {
     return;
   }
-  Socket socket = std::move(guest.socket);
-  const Introduction& said = guest.said;
-  const bool is_known = state == IoState::kDone && said.magic == kMagic &&
-                        said.version == kProtocolVersion && said.token == token_;
-  if (!is_known) {
+  Socket socket = std::move(arrival.socket);
+  if (state != IoState::kDone) {
     return;
   }
-  if (said.rank == -1) {
-    const Bytes answer = events.on_question();
-    static_cast<void>(send_frame(socket, FrameKind::kAgreed, answer, Deadline(kQuick)));
-    return;
-  }
-  if (said.rank < 0 || said.rank >= context_.num_ranks || said.rank == context_.rank) {
-    return;
-  }
-  Link& link = links_[static_cast<size_t>(said.rank)];
+  const int rank = arrival.rank;
+  const Introduction& said = arrival.said;
+  Link& link = links_[static_cast<size_t>(rank)];
   const bool is_that = !is_given(link.card) || is_same(said.card, link.card);
   if (said.life == link.life && link.is_awaited && is_that) {
     link.line.socket = std::move(socket);
+    link.knock.reset();
     link.is_awaited = false;
     link.is_known = true;
     link.has_ended = false;  // that was another process
@@ -345,8 +372,8 @@ void Links::seat(Guest& guest, const Events& events) {
   }
   // This rank may have yet to hear of the life before. Of two processes in one life the first is
   // heard until it ends, as others may have let it in.
-  Link& next = next_[static_cast<size_t>(said.rank)];
-  read(said.rank, next, events);
+  Link& next = next_[static_cast<size_t>(rank)];
+  read(rank, next, events);
   const bool is_free = !next.line.socket.is_open() || !next.watch.is_alive();
   if (is_free || said.life > next.life) {
     next = {};
@@ -405,6 +432,15 @@ void Links::push(Link& link) {
   link.unsent.erase(link.unsent.begin(), link.unsent.begin() + static_cast<ptrdiff_t>(done));
 }
 
+void Links::close() {
+  for (std::vector<Link>* const links : {&links_, &next_}) {
+    std::ranges::for_each(*links, [](Link& link) { link = {}; });
+  }
+  past_.clear();
+  arrivals_.clear();
+  door_.reset();
+}
+
 bool Links::has_unsent() const {
   return std::ranges::any_of(links_, [](const Link& link) {
     int on_the_way = 0;
@@ -435,11 +471,10 @@ bool Links::has_next(int rank) const {
 
 std::vector<pollfd> Links::wanted() const {
   std::vector<pollfd> entries = {{.fd = event_.get(), .events = POLLIN, .revents = 0}};
-  if (guests_.size() < kMostGuests && !has_no_room_) {
-    entries.push_back({.fd = listener_.get(), .events = POLLIN, .revents = 0});
-  }
-  for (const Guest& guest : guests_) {
-    entries.push_back({.fd = guest.socket.get(), .events = POLLIN, .revents = 0});
+  const std::vector<pollfd> at_the_door = door_->wanted();
+  entries.insert(entries.end(), at_the_door.begin(), at_the_door.end());
+  for (const Arrival& arrival : arrivals_) {
+    entries.push_back({.fd = arrival.socket.get(), .events = POLLIN, .revents = 0});
   }
   for (const std::vector<Link>* links : {&links_, &next_, &past_}) {
     for (const Link& link : *links) {
@@ -451,6 +486,9 @@ std::vector<pollfd> Links::wanted() const {
       }
       if (link.other.socket.is_open()) {
         entries.push_back({.fd = link.other.socket.get(), .events = POLLIN, .revents = 0});
+      }
+      if (link.knock) {
+        entries.push_back(link.knock->wanted());
       }
     }
   }
@@ -492,11 +530,7 @@ void Links::read_line(int rank, Link& link, Line& line, const Events& events) {
 void Links::move(const Events& events) {
   eventfd_t count = 0;
   static_cast<void>(::eventfd_read(event_.get(), &count));
-  let_in();
-  for (Guest& guest : guests_) {
-    seat(guest, events);
-  }
-  std::erase_if(guests_, [](const Guest& guest) { return !guest.socket.is_open(); });
+  let_in(events);
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
     read(rank, links_[static_cast<size_t>(rank)], events);
     read(rank, next_[static_cast<size_t>(rank)], events);

@@ -4,6 +4,10 @@
 // other side has closed proves that its process has ended; one that only falls silent proves
 // nothing.
 //
+// Each connection begins with a proof, on both sides, that they know the links' token
+// (group/tcp/door.hpp). It holds for the place that was connected to only, so that who listens
+// elsewhere cannot hand it on.
+//
 // A rank that is lost may be followed by a new process in its place, its next life
 // (survive/roll.hpp). That connects to all ranks that are left, and its connections lie beside the
 // old ones until it is taken in.
@@ -13,6 +17,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <poll.h>
 #include <span>
 #include <string>
@@ -22,8 +27,8 @@
 #include "core/clock.hpp"
 #include "group/control_plane.hpp"
 #include "group/process_watch.hpp"
+#include "group/tcp/door.hpp"
 #include "group/tcp/frame.hpp"
-#include "group/tcp/handshake.hpp"
 #include "group/tcp/socket.hpp"
 #include "group/topology.hpp"
 #include "weft/group.hpp"
@@ -85,6 +90,9 @@ class Links {
   // The rank is no member: it hears what goes by the connection that it has, and is not waited for.
   void dismiss(int rank);
 
+  // Ends all connections: the others take this rank for dead, and nothing is sent any more.
+  void close();
+
   // For poll(), while other threads may send: when something comes, or can go that has not yet.
   [[nodiscard]] std::vector<pollfd> wanted() const;
   // Ends a poll() by `wanted()`. Any thread.
@@ -98,7 +106,10 @@ class Links {
   // Sends what has not gone, lets in who comes, and tells what has come.
   void move(const Events& events);
 
-  // What a rank of such links answers to a new process. Throws Error (kNotAvailable, kTimeout).
+  // How often a new process asks again.
+  static constexpr std::chrono::milliseconds kAskEvery{20};
+  // What a rank of such links answers to a new process. Throws Error: kNotAvailable if there is
+  // none, kTimeout if it says nothing.
   [[nodiscard]] static Bytes ask(
       const std::string& address,
       int port,
@@ -116,7 +127,9 @@ class Links {
     uint64_t life = 0;
     Card card;
     Line line;
-    Line other;  // if both sides have connected: by which the other one sends
+    Line other;                  // if both sides have connected: by which the other one sends
+    std::optional<Knock> knock;  // of this rank, while it connects
+    std::string problem;         // for which no connection was made at the last attempt
     Bytes unsent;
     ProcessWatch watch;       // of a process that this host can watch
     bool is_awaited = false;  // it has not been there yet
@@ -126,32 +139,29 @@ class Links {
     bool is_dismissed = false;
     bool has_ended = false;
   };
-  // The first bytes on a connection.
+  // The first bytes of a proven rank on its connection.
   struct Introduction {
-    Magic magic = kMagic;
-    uint32_t version = kProtocolVersion;
-    int32_t rank = 0;  // -1: it asks who there is
     uint64_t life = 0;
-    Token token = {};
     Card card;
   };
-  // Who has connected and has not introduced itself yet.
-  struct Guest {
+  // Who has proven the token and has yet to introduce itself.
+  struct Arrival {
     Socket socket;
-    Introduction said;
+    int rank = 0;
+    Deadline deadline = Deadline(kHandshakeTime);
+    Introduction said = {};
     size_t done = 0;
-    Deadline deadline;
   };
 
   void open_listener(const Group& group);
   void connect_all(const Group& group, std::span<const Bytes> cards, const Deadline& deadline);
-  [[nodiscard]] Socket connect(const Card& card, const Deadline& deadline) const;
   void watch(Link& link) const;
-  // One attempt, if it is time for one.
-  void try_to_connect(Link& link) const;
-  void let_in();
-  // What it has said is whole: it is a rank, it asks, or it is a stranger.
-  void seat(Guest& guest, const Events& events);
+  // Goes on with an attempt, or begins one if it is time for that.
+  void try_to_connect(Link& link, std::chrono::milliseconds patience = kHandshakeTime) const;
+  // Hears who has proven the token: it is a rank, or it asks.
+  void let_in(const Events& events);
+  // What it has said is whole.
+  void seat(Arrival& arrival, const Events& events);
   void queue(Link& link, FrameKind kind, std::span<const std::byte> payload);
   static void push(Link& link);
   static void read(int rank, Link& link, const Events& events);
@@ -161,14 +171,14 @@ class Links {
   uint64_t own_life_ = 0;
   Token token_;
   Card own_card_;
-  Socket listener_;
+  std::optional<Door> door_;
   Descriptor event_;
   std::vector<Link> links_;  // by rank; this rank's own stays closed
   std::vector<Link> next_;   // by rank, of next lives
   std::vector<Link> past_;   // of lives that others have followed, until they end: if one was only
-                             // out of reach, it shall hear of that, and not take them for dead
-  std::vector<Guest> guests_;
-  bool has_no_room_ = false;  // for one more connection, at the last attempt
+                             // out of reach, it shall hear of that, and not take them for dead;
+                             // and of who has asked, until it has its answer
+  std::vector<Arrival> arrivals_;
 };
 
 }  // namespace weft

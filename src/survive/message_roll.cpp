@@ -2,6 +2,7 @@
 #include "survive/message_roll.hpp"
 
 #include <algorithm>
+#include <new>
 #include <numeric>
 #include <poll.h>
 
@@ -65,20 +66,9 @@ MessageRoll::Start MessageRoll::join(
   const Context context = context_of(group);
   const Deadline deadline(timeout);
   Welcome welcome;
-  for (bool is_answered = false;; is_answered = true) {
-    Bytes answer;
-    try {
-      answer = Links::ask(invitation.address, invitation.port, invitation.token, deadline, context);
-    } catch (const Error&) {
-      WEFT_CHECK(
-          context,
-          !is_answered || !deadline.has_passed(),
-          ErrorCode::kTimeout,
-          "rejoin: rank {} is not lost to the others",
-          context.rank
-      );
-      throw;
-    }
+  for (;;) {
+    const Bytes answer =
+        Links::ask(invitation.address, invitation.port, invitation.token, deadline, context);
     std::span<const std::byte> rest = answer;
     const auto num_ranks = static_cast<size_t>(context.num_ranks);
     const Number number = take_number(rest).value_or(Number());
@@ -94,7 +84,14 @@ MessageRoll::Start MessageRoll::join(
     if (!welcome.agreed.members.has(context.rank)) {
       break;
     }
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    WEFT_CHECK(
+        context,
+        deadline.left() > Links::kAskEvery,
+        ErrorCode::kTimeout,
+        "rejoin: rank {} is not lost to the others",
+        context.rank
+    );
+    std::this_thread::sleep_for(Links::kAskEvery);
   }
   const Members& members = welcome.agreed.members;
   const uint64_t life = members.lives[static_cast<size_t>(context.rank)] + 1;
@@ -104,7 +101,10 @@ MessageRoll::Start MessageRoll::join(
 }
 
 MessageRoll::~MessageRoll() {
-  leave();
+  try {
+    leave();
+  } catch (const std::bad_alloc&) {  // its connections end all the same
+  }
   is_stopping_ = true;
   links_.wake();
   thread_.join();
@@ -113,6 +113,39 @@ MessageRoll::~MessageRoll() {
 // --- the thread ---
 
 void MessageRoll::run() {
+  try {
+    listen();
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    failure_ = std::current_exception();
+    links_.close();
+    has_failed_.store(true, std::memory_order_release);
+    ring();
+  }
+}
+
+void MessageRoll::check_listens() const {
+  if (!has_failed_.load(std::memory_order_acquire)) {
+    return;
+  }
+  constexpr std::string_view kText = "survive: this rank hears no other any more ({})";
+  try {
+    std::rethrow_exception(failure_);
+  } catch (const Error& error) {
+    WEFT_RAISE(context_, error.code(), kText, error.what());
+  } catch (const std::bad_alloc&) {
+    WEFT_RAISE(context_, ErrorCode::kOutOfMemory, kText, "out of memory");
+  } catch (const std::exception& error) {
+    WEFT_RAISE(context_, ErrorCode::kInternal, kText, error.what());
+  }
+}
+
+void MessageRoll::beat() {
+  check_listens();
+  own_beats_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void MessageRoll::listen() {
   auto is_over = [&, end = std::optional<Clock::time_point>()]() mutable {
     if (!is_stopping_) {
       return false;
@@ -306,6 +339,7 @@ void MessageRoll::ring() {
 void MessageRoll::sleep(uint32_t seen, std::chrono::nanoseconds at_most) {
   std::unique_lock lock(mutex_);
   bell_.wait_for(lock, at_most, [&] { return doorbell() != seen; });
+  check_listens();
 }
 
 // --- what is known ---

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // A roll of ranks that share no memory: they tell each other by messages (links.hpp) that they have
 // arrived at a call, and vote on who is a member (ballots.hpp). A thread of each rank hears and
-// answers for it, whatever the rank does meanwhile.
+// answers for it, whatever the rank does meanwhile. If that thread fails, for want of memory say,
+// this rank leaves the others, and its next beat() or sleep() says why.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -33,7 +35,7 @@ class MessageRoll final : public Roll {
   MessageRoll& operator=(const MessageRoll&) = delete;
 
   [[nodiscard]] uint64_t epoch() const override { return epoch_.load(std::memory_order_acquire); }
-  void beat() override { own_beats_.fetch_add(1, std::memory_order_relaxed); }
+  void beat() override;
   [[nodiscard]] uint64_t beats(int rank) const override;
   [[nodiscard]] bool has_ended(int rank) const override;
   [[nodiscard]] bool has_left(int rank) const override;
@@ -92,6 +94,9 @@ class MessageRoll final : public Roll {
 
   // The thread of this rank's links.
   void run();
+  void listen();
+  // Throws Error if that has failed.
+  void check_listens() const;
   void hear(int rank, uint64_t life, const Frame& frame);
   void hear_member(int rank, const Frame& frame);
   void tell_beats();
@@ -117,6 +122,8 @@ class MessageRoll final : public Roll {
   std::atomic<uint64_t> epoch_ = 0;      // of ballots_.agreed()
   std::atomic<uint64_t> committed_ = 0;  // likewise
   std::atomic<bool> is_stopping_ = false;
+  std::atomic<bool> has_failed_ = false;
+  std::exception_ptr failure_;  // once has_failed_
 
   uint64_t life_;  // of this rank
 

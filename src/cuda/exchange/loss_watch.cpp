@@ -5,6 +5,7 @@
 #include <array>
 #include <iterator>
 #include <map>
+#include <utility>
 
 #include "core/check.hpp"
 #include "core/clock.hpp"
@@ -77,12 +78,15 @@ LossWatch::~LossWatch() {
 
 void LossWatch::run() {
   set_log_rank(context_.rank, context_.num_ranks);
+  std::string told;
   while (!is_ended_.load(std::memory_order_relaxed)) {
     try {
       look();
       answer();
     } catch (const std::exception& error) {
-      log(LogLevel::kWarn, "exchange: watching for lost ranks: {}", error.what());
+      if (std::exchange(told, error.what()) != told) {
+        log(LogLevel::kWarn, "exchange: watching for lost ranks: {}", error.what());
+      }
     }
     std::this_thread::sleep_for(kLookEvery);
   }

@@ -3,11 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <chrono>
-#include <cstring>
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "support/errors.hpp"
@@ -31,7 +34,8 @@ struct Heard {
   Bytes answer;                    // to questions
   void listen(Links& links, const std::function<bool()>& is_over) {
     const Deadline deadline(20s);
-    while (!is_over() && !deadline.has_passed()) {
+    bool is_done = is_over();
+    while (!is_done && !deadline.has_passed()) {
       std::vector<pollfd> wanted = links.wanted();
       ::poll(wanted.data(), wanted.size(), 20);
       links.move(
@@ -39,8 +43,9 @@ struct Heard {
                        ) { texts.push_back(std::to_string(rank) + ": " + text_in(frame.payload)); },
            .on_question = [&] { return answer; }}
       );
+      is_done = is_over();
     }
-    EXPECT_TRUE(is_over());
+    EXPECT_TRUE(is_done);
   }
 };
 
@@ -96,37 +101,107 @@ TEST(LinksTest, AStrangerIsNotHeard) {
   });
 }
 
-TEST(LinksTest, OnlyWhoHasTheTokenIsAnswered) {
-  run_threads(2, [](const Group& group) {
+// Runs `ask` on rank 1, with the card of rank 0, which answers `kAnswer` to who asks.
+constexpr std::string_view kAnswer = "who is there";
+void run_asker(const std::function<void(Links&, const Links::Card&)>& ask) {
+  run_threads(2, [&](const Group& group) {
     Links links(group, 20s);
     const Links::Card card = gather_values(group, links.own_card()).front();
-    const Context context = {.rank = group.rank(), .num_ranks = 2};
     if (group.rank() == 1) {
-      const auto ask = [&](const Links::Token& token) {
-        return Links::ask(card.address.data(), card.port, token, Deadline(5s), context);
-      };
-      EXPECT_EQ(text_in(ask(links.token())), "who is there");
-      const auto thrown = thrown_by([&] { static_cast<void>(ask({1, 2, 3, 4})); });
-      EXPECT_EQ(thrown ? thrown->code : ErrorCode::kInternal, ErrorCode::kTimeout);
+      ask(links, card);
       links.send(0, FrameKind::kLeft, {});
       group.barrier();
       return;
     }
     Heard heard;
-    const std::string answer = "who is there";
-    heard.answer = Bytes(bytes_of(answer).begin(), bytes_of(answer).end());
+    const auto answer = std::as_bytes(std::span(kAnswer));
+    heard.answer = Bytes(answer.begin(), answer.end());
     heard.listen(links, [&] { return !heard.texts.empty(); });
     group.barrier();
   });
 }
 
-// A new process in the place of rank 1, which has connected to rank 0.
+Bytes ask_at(int port, const Links::Token& token) {
+  return Links::ask("127.0.0.1", port, token, Deadline(5s), {.rank = 1, .num_ranks = 2});
+}
+
+void expect_nobody(int port, const Links::Token& token) {
+  const auto thrown = thrown_by([&] { static_cast<void>(ask_at(port, token)); });
+  EXPECT_EQ(
+      text_of(thrown),
+      "rejoin: none of the ranks is at " + endpoint_text("127.0.0.1", port) +
+          " (another process is); ask a rank that is left for an invitation [rank 1/2]"
+  );
+}
+
+TEST(LinksTest, OnlyWhoHasTheTokenIsAnswered) {
+  run_asker([](const Links& links, const Links::Card& card) {
+    EXPECT_EQ(text_in(ask_at(card.port, links.token())), kAnswer);
+    expect_nobody(card.port, {1, 2, 3, 4});
+  });
+}
+
+TEST(LinksTest, WhoSaysNothingGivesWayToWhoComes) {
+  run_asker([](const Links& links, const Links::Card& card) {
+    const Endpoint place = resolve("127.0.0.1", card.port, {}).front();
+    std::vector<Socket> silent;
+    for (int i = 0; i < 200; ++i) {
+      silent.push_back(connect_to(place, Deadline(5s)));
+    }
+    EXPECT_EQ(text_in(ask_at(card.port, links.token())), kAnswer);
+  });
+}
+
+// Hands on to `to` what comes at a port of its own, and what is answered, of one connection.
+class Relay {
+ public:
+  explicit Relay(int to) : to_(resolve("127.0.0.1", to, {}).front()) {}
+  [[nodiscard]] int port() const { return port_of(listener_); }
+
+ private:
+  void run(const std::stop_token& is_over) const {
+    std::string host;
+    Socket from;
+    while (!from.is_open() && !is_over.stop_requested()) {
+      static_cast<void>(wait_readable(listener_, Deadline(20ms)));
+      from = accept_from(listener_, host);
+    }
+    Socket to = connect_to(to_, Deadline(5s));
+    while (!is_over.stop_requested()) {
+      for (const auto& [source, target] : {std::pair(&from, &to), std::pair(&to, &from)}) {
+        std::array<std::byte, 256> bytes = {};
+        size_t done = 0;
+        static_cast<void>(receive_some(*source, bytes, done));
+        static_cast<void>(send_all(*target, std::span(bytes).first(done), Deadline(5s)));
+      }
+      std::this_thread::sleep_for(1ms);
+    }
+  }
+
+  Socket listener_ = listen_on("127.0.0.1", 0, {});
+  Endpoint to_;
+  std::jthread thread_{[this](const std::stop_token& is_over) { run(is_over); }};
+};
+
+TEST(LinksTest, AProofHoldsWhereItWasAskedForOnly) {
+  run_asker([](const Links& links, const Links::Card& card) {
+    const Relay relay(card.port);
+    expect_nobody(relay.port(), links.token());
+    EXPECT_EQ(text_in(ask_at(card.port, links.token())), kAnswer);
+  });
+}
+
+// A new process in the place of rank 1, which connects to rank 0.
 struct NextLife {
   static constexpr uint64_t kLife = 1;
   Links links;
   NextLife(const Group& group, const Links::Token& token, const Links::Card& card)
       : links(group, token) {
     links.join(kLife, std::vector{0}, std::vector<uint64_t>{0, 0}, {{card, {}}});
+  }
+  // While rank 0 listens, too.
+  void meet() {
+    Heard().listen(links, [this] { return links.is_open(0); });
   }
 };
 
@@ -143,7 +218,7 @@ void run_lives(
       Heard heard;
       heard.listen(*links, [&] { return links->has_ended(1); });
       group.barrier();  // the next life may begin
-      group.barrier();  // it has connected
+      group.barrier();  // it connects
       old(*links, group);
       return;
     }
@@ -172,7 +247,6 @@ TEST(LinksTest, BothMayConnectAtOnce) {
         const Links::Card card = gather_values(group, links.own_card()).back();
         links.take(1, NextLife::kLife, /*connects=*/true);
         links.learn(std::vector<uint64_t>{0, NextLife::kLife}, {{links.own_card(), card}});
-        EXPECT_TRUE(links.is_open(1));  // while the other one's connection waits to be let in
         EXPECT_EQ(talk(links, group, "welcome"), "1: hello");
         group.barrier();
         Heard heard;
@@ -197,6 +271,7 @@ TEST(LinksTest, AnEndBeforeThatLifeIsTakenInIsKnown) {
         EXPECT_TRUE(links.has_ended(1));
       },
       [](std::optional<NextLife>& life, const Group& group) {
+        life->meet();
         group.barrier();
         life.reset();
       }
@@ -210,11 +285,14 @@ TEST(LinksTest, WhatIsSentBeforeTheCardIsKnownGoesOnceItIs) {
         const std::vector<uint64_t> lives = {0, NextLife::kLife};
         links.take(1, NextLife::kLife, /*connects=*/true);
         links.send(1, FrameKind::kMail, bytes_of(std::string("welcome")));
+        const size_t before = links.wanted().size();
         links.learn(lives, {{links.own_card(), {}}});              // who does not know
         links.learn(std::vector<uint64_t>{0, 0}, {{card, card}});  // of the life before
-        EXPECT_FALSE(links.is_open(1));
+        EXPECT_EQ(links.wanted().size(), before);
         links.learn(lives, {{links.own_card(), card}});
-        EXPECT_TRUE(links.is_open(1));
+        EXPECT_EQ(links.wanted().size(), before + 1);  // it connects
+        Heard heard;
+        heard.listen(links, [&] { return links.is_open(1); });
         group.barrier();
       },
       [](std::optional<NextLife>& life, const Group& group) {
@@ -227,26 +305,102 @@ TEST(LinksTest, WhatIsSentBeforeTheCardIsKnownGoesOnceItIs) {
   );
 }
 
+// The card of rank 1's next life says that it listens where a test does.
+Links::Card card_at(const Socket& listener, const Links& links) {
+  Links::Card card = links.own_card();
+  card.port = port_of(listener);
+  return card;
+}
+
+void connect_to_next(Links& links, const Links::Card& card) {
+  links.take(1, NextLife::kLife, /*connects=*/true);
+  links.learn(std::vector<uint64_t>{0, NextLife::kLife}, {{links.own_card(), card}});
+}
+
+Socket accept_at(const Socket& listener, Links& links) {
+  Socket socket;
+  Heard().listen(links, [&] {
+    std::string host;
+    socket = accept_from(listener, host);
+    return socket.is_open();
+  });
+  return socket;
+}
+
+const auto kNextStandsBy = [](std::optional<NextLife>& life, const Group& group) {
+  life.reset();
+  group.barrier();
+};
+
 TEST(LinksTest, AConnectionThatIsRefusedIsTriedAgain) {
   run_lives(
       [](Links& links, const Group& group) {
-        const Context context = {.rank = 0, .num_ranks = 2};
-        Links::Card card = links.own_card();
-        const Endpoint any = resolve(card.address.data(), 0, context).front();
-        const Socket listener(::socket(any.address.ss_family, SOCK_STREAM, 0));
+        const Endpoint any = resolve("127.0.0.1", 0, {}).front();
+        const Socket listener(::socket(any.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK, 0));
         const auto* const address = reinterpret_cast<const sockaddr*>(&any.address);
         ASSERT_EQ(::bind(listener.get(), address, any.size), 0);  // and does not listen yet
-        card.port = port_of(listener);
-        links.take(1, NextLife::kLife, /*connects=*/true);
-        links.learn(std::vector<uint64_t>{0, NextLife::kLife}, {{links.own_card(), card}});
-        EXPECT_FALSE(links.is_open(1));
+        connect_to_next(links, card_at(listener, links));
+        Heard().listen(links, [&, moves = 0]() mutable { return ++moves > 2; });
         EXPECT_TRUE(links.is_awaited(1));
         ASSERT_EQ(::listen(listener.get(), 1), 0);
-        Heard heard;
-        heard.listen(links, [&] { return links.is_open(1); });
+        static_cast<void>(accept_at(listener, links));
         group.barrier();
       },
-      [](std::optional<NextLife>& /*life*/, const Group& group) { group.barrier(); }
+      kNextStandsBy
+  );
+}
+
+TEST(LinksTest, OthersAreHeardWhileAConnectionIsNotTaken) {
+  run_lives(
+      [](Links& links, const Group& group) {
+        const Endpoint any = resolve("127.0.0.1", 0, {}).front();
+        const Socket full(::socket(any.address.ss_family, SOCK_STREAM, 0));
+        const auto* const address = reinterpret_cast<const sockaddr*>(&any.address);
+        ASSERT_EQ(::bind(full.get(), address, any.size), 0);
+        ASSERT_EQ(::listen(full.get(), 0), 0);
+        const Endpoint place = resolve("127.0.0.1", port_of(full), {}).front();
+        const Socket only = connect_to(place, Deadline(5s));  // what comes next is not answered
+        const size_t before = links.wanted().size();
+        connect_to_next(links, card_at(full, links));
+        EXPECT_TRUE(links.is_awaited(1));
+        EXPECT_EQ(links.wanted().size(), before + 1);  // it is waited for together with all others
+        group.barrier();
+      },
+      kNextStandsBy
+  );
+}
+
+// A process that listens where a rank did, and answers as well as it can.
+TEST(LinksTest, WhoListensInARanksPlaceLearnsNothing) {
+  run_lives(
+      [](Links& links, const Group& group) {
+        const Socket listener = listen_on("127.0.0.1", 0, {});
+        connect_to_next(links, card_at(listener, links));
+        const Socket socket = accept_at(listener, links);
+        const auto hear = [&](auto& message) {
+          const auto bytes = std::as_writable_bytes(std::span(&message, 1));
+          size_t done = 0;
+          Heard().listen(links, [&] {
+            return receive_some(socket, bytes, done) != IoState::kMore;
+          });
+          return done == bytes.size();
+        };
+        Handshake stranger(point_of("what it made up itself"), Handshake::Side::kRoot);
+        Greeting greeting;
+        ASSERT_TRUE(hear(greeting));
+        ASSERT_TRUE(stranger.hear(greeting));
+        ASSERT_EQ(send_all(socket, value_bytes(stranger.greeting()), Deadline(5s)), IoState::kDone);
+        Hello hello;
+        ASSERT_TRUE(hear(hello));
+        EXPECT_FALSE(stranger.is_proven(Handshake::Side::kPeer, hello.claim, hello.proof));
+        const Proof proof = stranger.prove(Handshake::Side::kRoot, hello.claim);
+        ASSERT_EQ(send_all(socket, value_bytes(proof), Deadline(5s)), IoState::kDone);
+        std::byte more;
+        EXPECT_FALSE(hear(more));  // the end
+        EXPECT_TRUE(links.is_awaited(1));
+        group.barrier();
+      },
+      kNextStandsBy
   );
 }
 
@@ -254,7 +408,6 @@ TEST(LinksTest, OfTwoProcessesInALifeTheFirstIsHeardUntilItEnds) {
   run_lives(
       [](Links& links, const Group& group) {
         Heard heard;
-        group.barrier();  // both have connected
         heard.listen(links, [&] { return !heard.texts.empty(); });
         EXPECT_EQ(heard.texts, std::vector<std::string>{"1: first"});
         EXPECT_TRUE(links.has_next(1));
@@ -270,16 +423,17 @@ TEST(LinksTest, OfTwoProcessesInALifeTheFirstIsHeardUntilItEnds) {
       [](std::optional<NextLife>& life, const Group& group) {
         const Links::Token token = life->links.token();
         const Links::Card card = life->links.cards().front();
-        Heard heard;
+        life->meet();
         std::optional<NextLife> second(std::in_place, group, token, card);
-        life->links.send(0, FrameKind::kMail, bytes_of(std::string("first")));
-        group.barrier();
-        heard.listen(second->links, [&] { return !second->links.is_open(0); });
+        second->meet();
+        Heard().listen(second->links, [&] { return !second->links.is_open(0); });
         EXPECT_FALSE(second->links.has_ended(0));  // it was turned away
+        life->links.send(0, FrameKind::kMail, bytes_of(std::string("first")));
         group.barrier();
         life.reset();
         group.barrier();
         second.emplace(group, token, card);
+        second->meet();
         group.barrier();
       }
   );
@@ -302,6 +456,7 @@ TEST(LinksTest, WhoWasOnlyOutOfReachHearsThatItIsLost) {
       return;
     }
     NextLife next(group, token, card);
+    next.meet();
     group.barrier();
     links.send(0, FrameKind::kMail, bytes_of(std::string("the last")));
     heard.listen(links, [&] { return !links.has_unsent() && !heard.texts.empty(); });
