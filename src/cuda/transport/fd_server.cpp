@@ -3,23 +3,47 @@
 // attached (SCM_RIGHTS).
 #include "cuda/transport/fd_server.hpp"
 
-#include <chrono>
+#include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <poll.h>
+#include <pthread.h>
 #include <random>
+#include <set>
 #include <sys/socket.h>
 #include <sys/un.h>
 
 #include "core/check.hpp"
+#include "core/clock.hpp"
 
 namespace weft {
 namespace {
 
 // How long to wait for a process that may be stopped. A guess.
-constexpr timeval kPatience = {.tv_sec = 10, .tv_usec = 0};
+constexpr auto kPatience = std::chrono::seconds(10);
 
 int open_socket(const Context& context) {
-  const int type = SOCK_SEQPACKET | SOCK_CLOEXEC;
+  const int type = SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK;
   return WEFT_SYS(context, ErrorCode::kNotAvailable, ::socket(AF_UNIX, type, 0));
+}
+
+// The result of a system call that is made again, until the deadline, where a signal interrupts it
+// or the socket is not ready for it. Of a socket that is not connected poll() knows nothing.
+template <class SystemCall>
+auto patient(const pollfd& socket, const Deadline& deadline, const SystemCall& call) {
+  for (;;) {
+    const auto result = call();
+    if (result != -1 || (errno != EINTR && errno != EAGAIN)) {
+      return result;
+    }
+    if (deadline.has_passed()) {
+      errno = ETIMEDOUT;
+      return result;
+    }
+    pollfd entry = socket;
+    const auto time = entry.fd < 0 ? std::chrono::milliseconds(1) : deadline.left();
+    ::poll(&entry, 1, errno == EINTR ? 0 : static_cast<int>(time.count()));
+  }
 }
 
 // The address of a server. A name that begins with a zero byte makes no file.
@@ -44,12 +68,6 @@ bool is_same_user(int socket) {
          other.uid == ::geteuid();
 }
 
-void set_patience(int socket) {
-  for (const int option : {SO_RCVTIMEO, SO_SNDTIMEO}) {
-    ::setsockopt(socket, SOL_SOCKET, option, &kPatience, sizeof kPatience);
-  }
-}
-
 // A message of one byte, with room for an attached descriptor.
 struct Message {
   Message() {
@@ -66,6 +84,38 @@ struct Message {
 
 }  // namespace
 
+// All servers of this process stand still while it forks, so that a child finds them whole.
+struct FdServer::AtFork {
+  std::mutex mutex;
+  std::set<FdServer*> servers;
+
+  static AtFork& instance() {
+    static AtFork& one = []() -> AtFork& {
+      ::pthread_atfork(&prepare, &go_on, &close_in_child);
+      return *new AtFork;  // never destroyed: a process may fork while it ends
+    }();
+    return one;
+  }
+
+ private:
+  static void prepare() {
+    instance().mutex.lock();
+    std::ranges::for_each(instance().servers, [](FdServer* one) { one->mutex_.lock(); });
+  }
+  static void go_on() {
+    std::ranges::for_each(instance().servers, [](FdServer* one) { one->mutex_.unlock(); });
+    instance().mutex.unlock();
+  }
+  static void close_in_child() {
+    for (FdServer* const one : instance().servers) {
+      one->is_copy_ = true;
+      one->socket_.close();
+      std::ranges::for_each(one->offered_, [](auto& entry) { entry.second.close(); });
+    }
+    go_on();
+  }
+};
+
 FdServer::FdServer(const Context& context)
     : name_(uint64_t{std::random_device()()} << 32U | std::random_device()()),
       socket_(open_socket(context)) {
@@ -74,10 +124,22 @@ FdServer::FdServer(const Context& context)
   WEFT_SYS(context, ErrorCode::kNotAvailable, ::bind(fd, address.get(), address.size));
   WEFT_SYS(context, ErrorCode::kNotAvailable, ::listen(fd, SOMAXCONN));
   thread_ = std::thread([this] { serve(); });
+  AtFork& at_fork = AtFork::instance();
+  const std::lock_guard lock(at_fork.mutex);
+  at_fork.servers.insert(this);
 }
 
 FdServer::~FdServer() {
-  ::shutdown(socket_.get(), SHUT_RDWR);  // ends accept()
+  {
+    AtFork& at_fork = AtFork::instance();
+    const std::lock_guard lock(at_fork.mutex);
+    at_fork.servers.erase(this);
+  }
+  if (is_copy_) {
+    thread_.detach();
+    return;
+  }
+  ::shutdown(socket_.get(), SHUT_RDWR);  // ends the thread
   thread_.join();
 }
 
@@ -92,25 +154,43 @@ void FdServer::withdraw(const FdTicket& ticket) {
   offered_.erase(ticket.id);
 }
 
+struct FdServer::Client {
+  Descriptor connection;
+  Deadline deadline = Deadline(kPatience);
+};
+
 void FdServer::serve() const {
+  std::vector<Client> clients;
   for (;;) {
-    const Descriptor connection(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (connection.get() >= 0) {
-      answer(connection.get());
-    } else if (errno == EINVAL) {  // shut down
+    std::vector<pollfd> entries = {{.fd = socket_.get(), .events = POLLIN, .revents = 0}};
+    for (const Client& client : clients) {
+      entries.push_back({.fd = client.connection.get(), .events = POLLIN, .revents = 0});
+    }
+    ::poll(entries.data(), entries.size(), clients.empty() ? -1 : 100);
+    if ((entries.front().revents & POLLHUP) != 0) {  // shut down
       return;
-    } else {  // most likely too many files are open
+    }
+    Descriptor connection(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (connection.is_open() && is_same_user(connection.get())) {
+      clients.push_back({.connection = std::move(connection)});
+    } else if (!connection.is_open() && errno != EAGAIN) {  // most likely too many files are open
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+    std::erase_if(clients, [this](const Client& client) {
+      return answer(client.connection.get()) || client.deadline.has_passed();
+    });
   }
 }
 
 // Without a descriptor if there is none of that number.
-void FdServer::answer(int connection) const {
-  set_patience(connection);
+bool FdServer::answer(int connection) const {
   uint64_t id = 0;
-  if (!is_same_user(connection) || ::recv(connection, &id, sizeof id, 0) != sizeof id) {
-    return;
+  const ssize_t size = ::recv(connection, &id, sizeof id, 0);
+  if (size == -1 && errno == EAGAIN) {
+    return false;
+  }
+  if (size != sizeof id) {
+    return true;
   }
   Message message;
   const std::lock_guard lock(mutex_);
@@ -125,20 +205,28 @@ void FdServer::answer(int connection) const {
     const int fd = found->second.get();
     std::memcpy(CMSG_DATA(extra), &fd, sizeof fd);
   }
+  // One message fits the connection, so this does not wait.
   static_cast<void>(::sendmsg(connection, &message.header, MSG_NOSIGNAL));
+  return true;
 }
 
 Descriptor fetch_fd(const FdTicket& ticket, const Context& context) {
   const Descriptor socket(open_socket(context));
   const Address address(ticket.server);
   const int to = socket.get();
-  set_patience(to);
+  const Deadline deadline(kPatience);
   constexpr auto kCode = ErrorCode::kNotAvailable;
-  WEFT_SYS(context, kCode, ::connect(to, address.get(), address.size));
+  const auto wait = [&](int fd, short events, const auto& call) {
+    return patient({.fd = fd, .events = events, .revents = 0}, deadline, call);
+  };
+  const auto connect = [&] { return ::connect(to, address.get(), address.size); };
+  WEFT_SYS(context, kCode, wait(-1, 0, connect));
   WEFT_CHECK(context, is_same_user(to), kCode, "map: a descriptor of another user's process");
-  WEFT_SYS(context, kCode, ::send(to, &ticket.id, sizeof ticket.id, MSG_NOSIGNAL));
+  const auto ask = [&] { return ::send(to, &ticket.id, sizeof ticket.id, MSG_NOSIGNAL); };
+  WEFT_SYS(context, kCode, wait(to, POLLOUT, ask));
   Message message;
-  WEFT_SYS(context, kCode, ::recvmsg(to, &message.header, MSG_CMSG_CLOEXEC));
+  const auto receive = [&] { return ::recvmsg(to, &message.header, MSG_CMSG_CLOEXEC); };
+  WEFT_SYS(context, kCode, wait(to, POLLIN, receive));
   const cmsghdr* const extra = CMSG_FIRSTHDR(&message.header);
   const bool has_one = extra != nullptr && extra->cmsg_level == SOL_SOCKET &&
                        extra->cmsg_type == SCM_RIGHTS && extra->cmsg_len == CMSG_LEN(sizeof(int));

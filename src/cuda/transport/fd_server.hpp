@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hands file descriptors to other processes of the same user. A thread answers on a Unix socket
-// that has a name but no file, so nothing is left behind when the process is killed. vmm.cpp names
-// GPU memory to other processes by it.
+// that has a name but no file, so nothing is left behind when the process is killed. Children that
+// are forked do not get what is offered: it would keep memory after its release. vmm.cpp names GPU
+// memory to other processes by it.
 #pragma once
 
 #include <cstdint>
@@ -34,14 +35,19 @@ class FdServer {
   void withdraw(const FdTicket& ticket);
 
  private:
+  struct Client;
+  struct AtFork;  // what happens when this process forks
+
   void serve() const;
-  void answer(int connection) const;
+  // False: its question has yet to come.
+  [[nodiscard]] bool answer(int connection) const;
 
   uint64_t name_;
   Descriptor socket_;
   mutable std::mutex mutex_;
   std::map<uint64_t, Descriptor> offered_;
   uint64_t last_id_ = 0;
+  bool is_copy_ = false;  // in a child, which has no thread of it
   std::thread thread_;
 };
 

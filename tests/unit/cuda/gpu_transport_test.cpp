@@ -2,13 +2,19 @@
 // What GPU transports do without a GPU: names, and descriptors that travel between processes.
 #include "cuda/transport/gpu_transport.hpp"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <array>
 #include <csignal>
 #include <cstring>
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "cuda/transport/fd_server.hpp"
@@ -87,6 +93,60 @@ TEST(FdServerTest, SaysThatADescriptorIsWithdrawnAndCloses) {
   EXPECT_NE(text_of(thrown).find("descriptor 1 is no longer offered"), std::string::npos);
   char byte = 0;
   EXPECT_EQ(::read(reading.get(), &byte, 1), 0) << "nobody holds the other end";
+}
+
+// Connects to a server and says nothing.
+Descriptor silent_client(const FdTicket& ticket) {
+  Descriptor client(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  const std::string name = fmt::format("weft-fd-{:016x}", ticket.server);
+  name.copy(address.sun_path + 1, sizeof address.sun_path - 1);
+  const auto size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  EXPECT_EQ(::connect(client.get(), reinterpret_cast<const sockaddr*>(&address), size), 0);
+  return client;
+}
+
+TEST(FdServerTest, AnswersOthersWhileClientsSayNothing) {
+  FdServer server({});
+  const FdTicket ticket = server.offer(file_with_text());
+  const std::array<Descriptor, 2> silent = {silent_client(ticket), silent_client(ticket)};
+  EXPECT_TRUE(has_text(ticket));
+}
+
+TEST(FdServerTest, SignalsThatInterruptItChangeNothing) {
+  FdServer server({});
+  const FdTicket ticket = server.offer(file_with_text());
+  struct sigaction action = {};
+  action.sa_handler = [](int) {};
+  struct sigaction before = {};
+  ASSERT_EQ(::sigaction(SIGALRM, &action, &before), 0);
+  const itimerval often = {.it_interval = {0, 50}, .it_value = {0, 50}};
+  ASSERT_EQ(::setitimer(ITIMER_REAL, &often, nullptr), 0);
+  for (int again = 0; again < 2000; ++again) {
+    ASSERT_TRUE(has_text(ticket));
+  }
+  const itimerval never = {};
+  ASSERT_EQ(::setitimer(ITIMER_REAL, &never, nullptr), 0);
+  ::sigaction(SIGALRM, &before, nullptr);
+}
+
+TEST(FdServerTest, ChildrenDoNotGetWhatIsOffered) {
+  FdServer server({});
+  std::array<int, 2> ends = {};
+  ASSERT_EQ(::pipe2(ends.data(), O_CLOEXEC), 0);
+  const Descriptor reading(ends[0]);
+  const FdTicket ticket = server.offer(ends[1]);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::pause();
+  }
+  EXPECT_EQ(::fcntl(fetch_fd(ticket, {}).get(), F_GETFL) & O_ACCMODE, O_WRONLY);  // it is served
+  server.withdraw(ticket);
+  pollfd end = {.fd = reading.get(), .events = POLLIN, .revents = 0};
+  EXPECT_EQ(::poll(&end, 1, 20'000), 1) << "the child holds the other end";
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
 }
 
 TEST(FdServerTest, SaysThatTheProcessIsGone) {
