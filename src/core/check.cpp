@@ -4,6 +4,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "core/printable.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft {
@@ -26,7 +27,8 @@ void raise_error(
 ) {
   const std::string position =
       fmt::format("{}:{}", std::filesystem::path(file).filename().native(), line);
-  const std::string message = fmt::format("{}{} at {}", problem, speaker(context), position);
+  const std::string message =
+      fmt::format("{}{} at {}", printable(problem), speaker(context), position);
   switch (code) {
     case ErrorCode::kTimeout:
       throw TimeoutError(code, message, context.rank, position);

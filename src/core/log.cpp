@@ -7,6 +7,7 @@
 #include <array>
 
 #include "core/env.hpp"
+#include "core/printable.hpp"
 #include "weft/error.hpp"
 
 namespace weft {
@@ -62,7 +63,7 @@ bool is_logged(LogLevel level) {
 }
 
 void write_log(LogLevel level, const std::string& text) {
-  logger().log(spd_level(level), "{}{}", t_speaker, text);
+  logger().log(spd_level(level), "{}{}", t_speaker, printable(text));
 }
 
 }  // namespace weft

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/log.hpp"
+#include "core/printable.hpp"
 #include "group/control_plane.hpp"
 #include "group/shared_memory.hpp"
 
@@ -100,7 +101,7 @@ Topology local_topology(int num_ranks, std::optional<int> ranks_per_domain) {
 
 std::string this_host() {
   std::array<char, 256> name = {};
-  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+  return gethostname(name.data(), name.size() - 1) == 0 ? printable(name.data()) : "unknown";
 }
 
 namespace {

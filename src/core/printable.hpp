@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// Text for people, of what files, variables and networks hold.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace weft {
+
+// The text with what is no character of UTF-8, or a control character, spelled out ("\xff").
+[[nodiscard]] std::string printable(std::string_view text);
+
+}  // namespace weft
