@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include <charconv>
+#include <iterator>
 #include <vector>
 
 #include "group/control_plane.hpp"
@@ -14,6 +15,9 @@ namespace weft {
 namespace {
 
 constexpr std::string_view kBegin = "weft-";
+// Of a text for as many ranks as there may be, whose hosts' names are as long as Linux lets them
+// be.
+constexpr size_t kMostBytes = 1024 + size_t{100} * kMaxRanks;
 
 nlohmann::json json_of(const Invitation& invitation) {
   const Topology& topology = invitation.topology;
@@ -49,9 +53,10 @@ bool is_whole(const Invitation& invitation) {
 }
 
 // Nothing if it is none of this version.
-std::optional<Invitation> invitation_in(const std::vector<uint8_t>& bytes) {
+std::optional<Invitation> invitation_in(const std::string& bytes) {
   try {
-    const nlohmann::json json = nlohmann::json::from_cbor(bytes);
+    const nlohmann::json json = nlohmann::json::parse(bytes);  // which does not follow the nesting
+
     Invitation invitation;
     invitation.num_ranks = json.at("ranks");
     const bool may_be = json.at("version") == kProtocolVersion && invitation.num_ranks > 0 &&
@@ -82,16 +87,23 @@ std::optional<Invitation> invitation_in(const std::vector<uint8_t>& bytes) {
 }  // namespace
 
 std::string Invitation::text() const {
-  return fmt::format("{}{:02x}", kBegin, fmt::join(nlohmann::json::to_cbor(json_of(*this)), ""));
+  std::string text(kBegin);
+  for (const char one :
+       json_of(*this).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)) {
+    fmt::format_to(std::back_inserter(text), "{:02x}", static_cast<unsigned char>(one));
+  }
+  return text;
 }
 
 Invitation Invitation::from_text(std::string_view text) {
-  const bool may_be = text.starts_with(kBegin) && (text.size() - kBegin.size()) % 2 == 0;
-  std::vector<uint8_t> bytes(may_be ? (text.size() - kBegin.size()) / 2 : 0);
-  bool is_right = may_be;
+  const size_t digits = text.starts_with(kBegin) ? text.size() - kBegin.size() : 0;
+  std::string bytes(digits % 2 == 0 && digits <= 2 * kMostBytes ? digits / 2 : 0, '\0');
+  bool is_right = !bytes.empty();
   for (size_t i = 0; is_right && i < bytes.size(); ++i) {
-    const char* const digits = text.data() + kBegin.size() + 2 * i;
-    is_right = std::from_chars(digits, digits + 2, bytes[i], 16).ptr == digits + 2;
+    const char* const at = text.data() + kBegin.size() + 2 * i;
+    uint8_t byte = 0;
+    is_right = std::from_chars(at, at + 2, byte, 16).ptr == at + 2;
+    bytes[i] = static_cast<char>(byte);
   }
   std::optional<Invitation> invitation = is_right ? invitation_in(bytes) : std::nullopt;
   WEFT_CHECK_ARG(

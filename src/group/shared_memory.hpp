@@ -49,7 +49,8 @@ class SharedMemory {
   // Zero-filled. Throws Error (kOutOfMemory).
   [[nodiscard]] static SharedMemory create(uint64_t bytes);
   // Maps another process's (or this one's) memory by /proc/<pid>/fd. Throws Error (kNotAvailable)
-  // with the reason. `is_handed_on`: ref() is then this process's own.
+  // with the reason, also for a file that is no such memory. `is_handed_on`: ref() is then this
+  // process's own.
   [[nodiscard]] static SharedMemory open(const SharedMemoryRef& ref, bool is_handed_on = false);
 
   [[nodiscard]] std::byte* data() const { return data_.get(); }

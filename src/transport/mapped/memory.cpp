@@ -34,9 +34,10 @@ class LoopbackMemory final : public MemorySource {
   ) override {
     const bool is_here = cookie[1] == static_cast<uint64_t>(::getpid());
     std::shared_ptr<void> owner = is_here ? local_memory().find(cookie[0]) : nullptr;
+    const auto* const pages = std::get_deleter<UnmapPages>(owner);
     WEFT_CHECK(
         Context{},
-        owner != nullptr,
+        pages != nullptr && pages->bytes >= bytes,
         ErrorCode::kNotAvailable,
         "map: memory {} of process {} is not in this process ({})",
         cookie[0],

@@ -356,8 +356,9 @@ def coming_back(rank, num_ranks, group):
     ex = _kept.pop("ex", None)
     invitation = gather(group, ex.invitation() if rank == 0 else "")[0]
     if rank == 1:
-        with pytest.raises(weft.InvalidArgument):
-            weft.Group.rejoin(1, invitation[:-5])
+        for text in (invitation[:-5], "weft-" + "5b" * 1_000_000, "x" + "ä" * 50):
+            with pytest.raises(weft.InvalidArgument, match="is no invitation"):
+                weft.Group.rejoin(1, text)
         ex = exchange_of(weft.Group.rejoin(1, invitation), num_ranks, timeout=60)
     else:
         ex.readmit([1])

@@ -8,6 +8,8 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -163,6 +165,26 @@ TEST(SharedMemoryTest, RefusesMemoryThatIsGone) {
   const SharedMemory other = SharedMemory::create(4096);  // takes the free descriptor
   ref.fd = other.ref().fd;
   EXPECT_EQ(code_of_open(ref), ErrorCode::kNotAvailable);
+}
+
+TEST(SharedMemoryTest, RefusesFilesThatAreNoneOfIt) {
+  constexpr uint64_t kBytes = 4096;
+  const auto expect_refused = [](int fd) {
+    ASSERT_GE(fd, 0);
+    const Descriptor file(fd);
+    ASSERT_EQ(::ftruncate(fd, kBytes), 0);
+    struct stat info = {};
+    ASSERT_EQ(::fstat(fd, &info), 0);
+    EXPECT_EQ(
+        code_of_open({.bytes = kBytes, .inode = info.st_ino, .pid = ::getpid(), .fd = fd}),
+        ErrorCode::kNotAvailable
+    );
+  };
+  char path[] = "/tmp/memfd:weftXXXXXX";
+  expect_refused(::mkstemp(path));
+  ::unlink(path);
+  expect_refused(::memfd_create("other", 0));
+  expect_refused(::memfd_create("weft", MFD_ALLOW_SEALING));  // whose size may change
 }
 
 TEST(SharedMemoryTest, RefusesAnotherSizeOrProcess) {
