@@ -3,6 +3,7 @@
 // inside the module (exports.map).
 #include <algorithm>
 #include <cstdint>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/random.h>
@@ -49,11 +50,17 @@ int fstat64(int file, struct stat64* found) {
   return static_cast<int>(::syscall(SYS_fstat, file, found));
 }
 
-// Of 2.30. By the wall clock: if that is set back meanwhile, the wait is longer, as it was
-// before 2.30.
+// Of 2.30, and that one where the system has it. An older system waits by the wall clock: if that
+// is set back meanwhile, the wait is longer.
 int pthread_cond_clockwait(
     pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* until
 ) {
+  static const auto own = reinterpret_cast<decltype(&pthread_cond_clockwait)>(
+      ::dlsym(RTLD_DEFAULT, "pthread_cond_clockwait")
+  );
+  if (own != nullptr) {
+    return own(condition, mutex, clock, until);
+  }
   if (clock == CLOCK_REALTIME) {
     return ::pthread_cond_timedwait(condition, mutex, until);
   }
