@@ -312,7 +312,7 @@ class Balance:
             raise InvalidArgument(f"{type(given).__name__} has no placement (expected a tensor)")
         shape = [num_ranks, self.replicas]
         if self.replicas == 0 and placement.numel() == 0:  # a plan without replicas has that
-            return torch.empty(shape, dtype=torch.int32)
+            return torch.empty(shape, dtype=torch.int32, device="cpu")
         if placement.dtype != torch.int32 or list(placement.shape) != shape:
             raise InvalidArgument(
                 f"placement is {placement.dtype} {list(placement.shape)} (expected int32 {shape}: "

@@ -130,7 +130,8 @@ def _carried(
     if each * row > width:
         blocks = functional.pad(blocks, (0, each * row - width))
     rows = blocks.view(-1, row)
-    routes = torch.tensor(to, dtype=torch.int32).repeat_interleave(each).view(-1, 1).to(device)
+    targets = torch.tensor(to, dtype=torch.int32, device="cpu")
+    routes = targets.repeat_interleave(each).view(-1, 1).to(device)
     budget = num_received * each
     try:
         plan, out = exchange.plan_and_dispatch(

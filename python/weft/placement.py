@@ -48,7 +48,7 @@ class Placement:
     """
 
     def __init__(self, replicas: Tensor | Iterable[Iterable[int]], *, block_rows: int = 1) -> None:
-        self.replicas = as_int32("placement", torch.as_tensor(replicas))
+        self.replicas = as_int32("placement", torch.as_tensor(replicas, device="cpu"))
         if self.replicas.dim() != 2:
             raise InvalidArgument(
                 f"placement has {self.replicas.dim()} dimensions (2 are expected: ranks, replicas)"
@@ -64,7 +64,8 @@ class Placement:
         those of all ranks together, added up over as many calls as shall count."""
         sums = counts.reshape(-1, counts.size(-1)).sum(0).tolist()
         found = _core.replicas_for(sums, num_ranks, replicas, min_rows)
-        return cls(torch.tensor(found, dtype=torch.int32).reshape(num_ranks, replicas))
+        found = torch.tensor(found, dtype=torch.int32, device="cpu")
+        return cls(found.reshape(num_ranks, replicas))
 
     @classmethod
     def from_routing_file(
@@ -77,7 +78,7 @@ class Placement:
         min_rows: int = 1,
     ) -> Placement:
         """The one for what a routing file (docs/routing_file.md) has of a layer, or of all."""
-        counts = torch.tensor(_core.count_routing_file(os.fspath(path), layer))
+        counts = torch.tensor(_core.count_routing_file(os.fspath(path), layer), device="cpu")
         return cls.from_counts(counts, num_ranks, replicas, min_rows=min_rows)
 
     def check(self, num_experts: int) -> None:

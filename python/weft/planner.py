@@ -26,10 +26,10 @@ class PlannedBalance:
         self, core: _core.Balance, num_ranks: int, num_experts: int, replicas: int
     ) -> None:
         self._core = core
-        self.placement = torch.empty(num_ranks, replicas, dtype=torch.int32)
+        self.placement = torch.empty(num_ranks, replicas, dtype=torch.int32, device="cpu")
         core.replicas(self.placement)
         places = num_experts + num_ranks * replicas
-        self.quotas = torch.empty(num_ranks, places, dtype=torch.int64)
+        self.quotas = torch.empty(num_ranks, places, dtype=torch.int64, device="cpu")
         core.quotas(self.quotas)
 
     @property

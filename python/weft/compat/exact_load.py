@@ -26,5 +26,5 @@ def planned_by(
     counts = group.agreed(name, count)
     layers, *told = zip(*group.gather_numbers(layer, *counts.tolist()))
     check(len(set(layers)) == 1, f"{name}: layer differs between ranks: {list(layers)}")
-    counts = torch.tensor(told).T
+    counts = torch.tensor(told, device="cpu").T
     return plan_balance(counts, replicas, min_rows=min_rows, domains=group.domains)

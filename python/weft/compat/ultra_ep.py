@@ -276,7 +276,7 @@ class Manager:
 
     def _logical(self, planned: PlannedBalance) -> Tensor:
         """int64 [physical experts]: the expert in each place, 0 in an empty one."""
-        masters = torch.arange(self.num_experts).view(self.num_ranks, -1)
+        masters = torch.arange(self.num_experts, device="cpu").view(self.num_ranks, -1)
         replicas = planned.placement.clamp(min=0)
         return torch.cat([masters, replicas], dim=1).flatten()
 

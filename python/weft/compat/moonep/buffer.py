@@ -114,8 +114,8 @@ class Buffer:
         planned = self._planned(x, weights, ids)
         there = planned.assign(self.rank, ids)
         sizes = planned.quotas.sum(0).view(self.num_ranks, -1)[self.rank].tolist()
-        padded = torch.tensor([0, *(round_up(size, self.token_padding) for size in sizes)])
-        ends = padded.cumsum(0)
+        padded = [0, *(round_up(size, self.token_padding) for size in sizes)]
+        ends = torch.tensor(padded, device="cpu").cumsum(0)
         options = {
             "layout": "expert_major",
             "pad_multiple": self.token_padding,

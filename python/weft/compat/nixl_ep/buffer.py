@@ -56,11 +56,12 @@ class CallRanks:
             return topk_idx
         key = (topk_idx.device, topk_idx.dtype, num_local_experts)
         if key not in self._tables:
-            table = torch.full((self.ranks[-1] + 1, num_local_experts), -1, dtype=topk_idx.dtype)
+            cpu = {"dtype": topk_idx.dtype, "device": "cpu"}
+            table = torch.full((self.ranks[-1] + 1, num_local_experts), -1, **cpu)
             for rank, place in self._places.items():
                 first = place * num_local_experts
-                table[rank] = torch.arange(first, first + num_local_experts)
-            ends = torch.full((1,), -1, dtype=topk_idx.dtype)
+                table[rank] = torch.arange(first, first + num_local_experts, **cpu)
+            ends = torch.full((1,), -1, **cpu)
             self._tables[key] = torch.cat([ends, table.flatten(), ends]).to(topk_idx.device)
         table = self._tables[key]
         return table[(topk_idx + 1).clamp(0, len(table) - 1)]
@@ -384,7 +385,7 @@ class Buffer(DeepEPBuffer):
             found = [_NOT_CONNECTED] * self.group_size
             for rank in (self.rank, *(self._remote or ())):
                 found[rank] = int(rank in self._masked)
-            mask_status.copy_(torch.tensor(found, dtype=torch.int32))
+            mask_status.copy_(torch.tensor(found, dtype=torch.int32, device="cpu"))
 
     def clean_mask_buffer(self) -> None:
         """Local. Takes all connected ranks in again that are not lost."""

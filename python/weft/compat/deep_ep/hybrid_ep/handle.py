@@ -93,7 +93,7 @@ class HybridEPHandle(PlanHandle):
         nodes = self.config.num_of_nodes
         experts = self.config.num_of_ranks_per_node * self.plan.num_local_experts  # of a node
         shape = (self.plan.num_tokens, self.plan.topk)
-        routes = torch.tensor(on_host(self.plan)["route_expert"]).view(shape)
+        routes = torch.tensor(on_host(self.plan)["route_expert"], device="cpu").view(shape)
         to_node = torch.where(routes >= 0, routes // experts, -1)
         marks = scatter_columns(to_node, None, nodes)
         own = self.plan.exchange.rank // self.config.num_of_ranks_per_node
