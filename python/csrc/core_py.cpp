@@ -24,7 +24,10 @@ namespace weft::py {
 
 nb::object exception_of(const Error& error) {
   const nb::object made = nb::module_::import_("weft.errors").attr("of_core");
-  return made(error.what(), error_code_name(error.code()), error.rank());
+  const std::string_view text = error.what();  // of input, or cut in the middle of a letter
+  const auto size = static_cast<Py_ssize_t>(text.size());
+  const auto told = nb::steal(PyUnicode_DecodeUTF8(text.data(), size, "backslashreplace"));
+  return made(told, error_code_name(error.code()), error.rank());
 }
 
 std::shared_ptr<nb::callable> held_of(nb::callable function) {

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Weft raises. The text says what was asked, what is allowed, and which rank speaks."""
 
+import contextlib
+
 
 class Error(RuntimeError):
     """Base of all. `code` names the kind, `rank` the rank that raises (-1 outside a group)."""
@@ -54,6 +56,14 @@ _BY_CODE = {
     "peer failed": PeerError,
     "ranks lost": RanksLost,
 }
+
+
+def reason_of(error: BaseException) -> str:
+    """What other ranks hear of it: text that can be sent."""
+    text = ""
+    with contextlib.suppress(Exception):
+        text = str(error)
+    return (text or type(error).__name__).encode(errors="replace").decode()
 
 
 def of_core(message: str, code: str, rank: int) -> Error:

@@ -12,13 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft import _core
-from weft.errors import InvalidArgument, NotAvailable
+from weft.arrivals import Arrivals
+from weft.errors import InvalidArgument, NotAvailable, PeerError, reason_of
 
 PATIENCE = 0.5  # seconds until gloo has surely let go of a collective's tensors: a guess
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+# They outlive a group that could not be made.
+_arrivals: weakref.WeakKeyDictionary[dist.ProcessGroup, Arrivals] = weakref.WeakKeyDictionary()
 _last_gathered = -PATIENCE  # when
 
 
@@ -38,31 +42,43 @@ class Group:
         """Collective. `Group.of` keeps one for each process group."""
         # A group must not keep its process group alive, which torch destroys.
         kept = weakref.ref(process_group)
+        rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+        arrivals = _arrivals.setdefault(process_group, Arrivals(rank, num_ranks))
 
         def all_gather(block: bytes) -> list[bytes]:
             alive = kept()
             if alive is None:
                 raise NotAvailable("all_gather: the process group was destroyed", "not available")
-            blocks: list[bytes] = [b""] * dist.get_world_size(alive)
-            dist.all_gather_object(blocks, block, group=alive)
+            arrivals.await_all(alive)
+            blocks: list[bytes] = [b""] * num_ranks
+            try:
+                dist.all_gather_object(blocks, block, group=alive)
+            except RuntimeError as error:
+                raise PeerError(f"all_gather: {error}", "peer failed", rank) from error
             global _last_gathered
             _last_gathered = time.monotonic()
             return blocks
 
         self._process_group = kept
-        self.core = _core.Group.from_all_gather(
-            dist.get_rank(process_group), dist.get_world_size(process_group), all_gather
-        )
+        self.core = _core.Group.from_all_gather(rank, num_ranks, all_gather)
 
     @staticmethod
-    def of(process_group: dist.ProcessGroup | None = None) -> Group:
-        """Collective at the first call for a process group (None: the default one)."""
+    def of(process_group: dist.ProcessGroup | DeviceMesh | None = None) -> Group:
+        """Collective at the first call for a process group (None: the default one; a DeviceMesh of
+        one dimension: that of its ranks)."""
+        if isinstance(process_group, DeviceMesh):
+            process_group = process_group.get_group()
         if process_group is None:
             process_group = dist.group.WORLD
         if process_group is None:
             raise NotAvailable(
                 "group: torch.distributed is not initialised (call init_process_group first)",
                 "not available",
+            )
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise InvalidArgument(
+                f"group = {process_group!r} is a {type(process_group).__name__} (expected a "
+                "process group of torch.distributed, or a weft.Group)"
             )
         if process_group not in _groups:
             _groups[process_group] = Group(process_group)
@@ -112,7 +128,7 @@ class Group:
             made = make()
         except Exception as error:
             problem = error
-        told = self.all_gather(b"" if problem is None else (str(problem) or "?").encode())
+        told = self.all_gather(b"" if problem is None else reason_of(problem).encode())
         if problem is not None:
             raise problem
         for rank, reason in enumerate(told):

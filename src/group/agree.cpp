@@ -27,7 +27,17 @@ Bytes encode(ErrorCode code, const std::string& text) {
   return block;
 }
 
-Bytes run(const std::function<void()>& step) {
+// The text ends with the place of the first failure; the place of the re-throw says nothing more.
+std::string without_place(std::string text) {
+  if (const auto at = text.rfind(" at "); at != std::string::npos) {
+    text.resize(at);
+  }
+  return text;
+}
+
+}  // namespace
+
+Bytes outcome_of(const std::function<void()>& step) {
   try {
     step();
     return {};
@@ -43,31 +53,21 @@ Bytes run(const std::function<void()>& step) {
   }
 }
 
-// The text ends with the place of the first failure; the place of the re-throw says nothing more.
-std::string without_place(std::string text) {
-  if (const auto at = text.rfind(" at "); at != std::string::npos) {
-    text.resize(at);
-  }
-  return text;
+void check_outcome(std::span<const std::byte> outcome, size_t rank, const Context& context) {
+  WEFT_CHECK(
+      context,
+      outcome.empty(),
+      static_cast<ErrorCode>(outcome[0]),
+      "{}, on rank {}",
+      without_place(std::string(text_of(outcome).substr(1))),
+      rank
+  );
 }
 
-}  // namespace
-
 void agree(const Group& group, const std::function<void()>& step) {
-  const std::vector<Bytes> outcomes = group.all_gather(run(step));
+  const std::vector<Bytes> outcomes = group.all_gather(outcome_of(step));
   for (size_t rank = 0; rank < outcomes.size(); ++rank) {
-    const Bytes& outcome = outcomes[rank];
-    if (outcome.empty()) {
-      continue;
-    }
-    const std::string text(text_of(outcome).substr(1));
-    WEFT_RAISE(
-        context_of(group),
-        static_cast<ErrorCode>(outcome[0]),
-        "{}, on rank {}",
-        without_place(text),
-        rank
-    );
+    check_outcome(outcomes[rank], rank, context_of(group));
   }
 }
 

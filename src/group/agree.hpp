@@ -2,13 +2,20 @@
 // Set-up steps that may fail on one rank and must then fail on all, with one reason.
 #pragma once
 
+#include <cstddef>
 #include <functional>
+#include <span>
 #include <string_view>
 
+#include "core/context.hpp"
 #include "weft/group.hpp"
 
 namespace weft {
 
+// How `step` went, for the other ranks: empty if well.
+[[nodiscard]] Bytes outcome_of(const std::function<void()>& step);
+// Throws the error that `rank` has met.
+void check_outcome(std::span<const std::byte> outcome, size_t rank, const Context& context);
 // Collective. Runs `step`, then tells all ranks how it went; throws the error of the lowest rank
 // that failed on every rank.
 void agree(const Group& group, const std::function<void()>& step);

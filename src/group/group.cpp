@@ -59,8 +59,8 @@ Group Group::from_all_gather(int rank, int num_ranks, AllGather all_gather) {
 }
 
 Group make_group(int rank, int num_ranks, AllGather all_gather) {
-  const Env env = Env::read();
-  Topology topology = probe_topology(all_gather, env.ranks_per_domain, {rank, num_ranks, {}});
+  const auto setting = [] { return Env::read().ranks_per_domain; };
+  Topology topology = probe_topology(all_gather, setting, {rank, num_ranks, {}});
   return Group(std::make_shared<Group::State>(Group::State{
       rank, num_ranks, std::move(all_gather), std::move(topology)}));
 }

@@ -13,6 +13,7 @@
 
 #include "core/log.hpp"
 #include "core/printable.hpp"
+#include "group/agree.hpp"
 #include "group/control_plane.hpp"
 #include "group/shared_memory.hpp"
 
@@ -141,10 +142,29 @@ struct Card {
   ProcessPlace place;
   int32_t ranks_per_domain = 0;  // 0: not given
   std::array<char, 256> host = {};
+  uint32_t outcome_bytes = 0;  // why the rest is missing; 0: it is not
+  std::array<std::byte, 1024> outcome = {};
 };
 
-// Throws if the card is one of another version, which a group over the caller's own control plane
-// hears of only here, or of another setting.
+// `probe` lives as long as others may map it.
+Card make_card(const RanksPerDomain& read_ranks_per_domain, SharedMemory& probe) {
+  Card card;
+  const Bytes outcome = outcome_of([&] {
+    card.ranks_per_domain = read_ranks_per_domain().value_or(0);
+    probe = SharedMemory::create(sizeof(Nonce));
+    card.probe = probe.ref();
+    card.nonce = random_value<Nonce>();
+    card.place = this_place();
+    std::memcpy(probe.data(), card.nonce.data(), card.nonce.size());
+    copy_text(card.host, this_host());
+  });
+  card.outcome_bytes = static_cast<uint32_t>(std::min(outcome.size(), card.outcome.size()));
+  std::memcpy(card.outcome.data(), outcome.data(), card.outcome_bytes);
+  return card;
+}
+
+// Throws if a card is one of another version, which a group over the caller's own control plane
+// hears of only here, of a rank that could not make it, or of another setting.
 std::vector<Card> swap_cards(const AllGather& all_gather, const Card& own, const Context& context) {
   std::vector<Card> cards;
   for (const Bytes& block : all_gather(std::as_bytes(std::span(&own, 1)))) {
@@ -164,6 +184,10 @@ std::vector<Card> swap_cards(const AllGather& all_gather, const Card& own, const
     );
     card.host.back() = '\0';
     cards.push_back(card);
+  }
+  for (size_t rank = 0; rank < cards.size(); ++rank) {
+    const size_t bytes = std::min<size_t>(cards[rank].outcome_bytes, cards[rank].outcome.size());
+    check_outcome(std::span(cards[rank].outcome).first(bytes), rank, context);
   }
   for (size_t rank = 1; rank < cards.size(); ++rank) {
     WEFT_CHECK_ARG(
@@ -246,20 +270,16 @@ Reach swap_rows(
 }  // namespace
 
 Topology probe_topology(
-    const AllGather& all_gather, std::optional<int> ranks_per_domain, const Context& context
+    const AllGather& all_gather, const RanksPerDomain& read_ranks_per_domain, const Context& context
 ) {
-  const SharedMemory probe = SharedMemory::create(sizeof(Nonce));
-  Card card = {.probe = probe.ref(), .nonce = random_value<Nonce>(), .place = this_place()};
-  card.ranks_per_domain = ranks_per_domain.value_or(0);
-  std::memcpy(probe.data(), card.nonce.data(), card.nonce.size());
-  copy_text(card.host, this_host());
-
-  const std::vector<Card> cards = swap_cards(all_gather, card, context);
+  SharedMemory probe;
+  const Card own = make_card(read_ranks_per_domain, probe);
+  const std::vector<Card> cards = swap_cards(all_gather, own, context);
   const Reach reach = swap_rows(all_gather, cards, context);
 
   auto domains = domains_of(reach);
-  if (ranks_per_domain) {
-    domains = split_domains(domains, *ranks_per_domain, context);
+  if (own.ranks_per_domain > 0) {
+    domains = split_domains(domains, own.ranks_per_domain, context);
   }
   std::vector<std::string> host_of;
   for (const Card& other : cards) {

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -35,9 +36,12 @@ using Reach = std::vector<std::vector<uint8_t>>;
 // Threads of this process: nothing to measure.
 [[nodiscard]] Topology local_topology(int num_ranks, std::optional<int> ranks_per_domain);
 
-// Collective. Maps every other rank's probe and compares notes.
+using RanksPerDomain = std::function<std::optional<int>()>;
+
+// Collective. Maps every other rank's probe and compares notes. What the setting's reader throws on
+// one rank is thrown on all.
 [[nodiscard]] Topology probe_topology(
-    const AllGather& all_gather, std::optional<int> ranks_per_domain, const Context& context
+    const AllGather& all_gather, const RanksPerDomain& read_ranks_per_domain, const Context& context
 );
 
 [[nodiscard]] std::string this_host();

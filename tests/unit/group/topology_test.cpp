@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <random>
 
+#include "core/env.hpp"
 #include "group/control_plane.hpp"
 #include "group/shared_memory.hpp"
 #include "group_test.hpp"
@@ -116,7 +117,7 @@ std::vector<Topology> probe(
       return group.all_gather(bytes);
     };
     topologies[static_cast<size_t>(group.rank())] =
-        probe_topology(swap, ranks_per_domain, {group.rank(), num_ranks, {}});
+        probe_topology(swap, [&] { return ranks_per_domain; }, {group.rank(), num_ranks, {}});
   });
   return topologies;
 }
@@ -170,7 +171,23 @@ TEST(ProbeTest, SettingsThatDifferAreNamedOnEveryRank) {
         ErrorCode::kInvalidArgument,
         "topology: WEFT_RANKS_PER_DOMAIN differs: 0 on rank 0, 3 on rank 2 (0: not set)",
         [&] {
-          static_cast<void>(probe_topology(swap, setting, {group.rank(), 3, {}}));
+          static_cast<void>(probe_topology(swap, [&] { return setting; }, {group.rank(), 3, {}}));
+        }
+    );
+  });
+}
+
+TEST(ProbeTest, ASettingThatOneRankCannotReadIsNamedOnEveryRank) {
+  run_threads(3, [](Group& group) {
+    const auto swap = [&](std::span<const std::byte> block) { return group.all_gather(block); };
+    const auto read = [&]() -> std::optional<int> {
+      return group.rank() == 1 ? parse_env_int("WEFT_RANKS_PER_DOMAIN", "two", 1, 9) : 2;
+    };
+    expect_error(
+        ErrorCode::kInvalidArgument,
+        "environment: WEFT_RANKS_PER_DOMAIN = \"two\" is not a whole number in [1, 9], on rank 1",
+        [&] {
+          static_cast<void>(probe_topology(swap, read, {group.rank(), 3, {}}));
         }
     );
   });

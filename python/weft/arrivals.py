@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who has come to a collective of a process group, so that a rank that does not come is named when
+time is up. group.py asks before each collective of torch's, which would wait for half an hour."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import time
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from weft.errors import PeerError, TimeoutError
+
+TIMEOUT = 100.0  # seconds that a rank is waited for where no caller says how many
+LEAST = 5.0  # seconds, however few are said: set-up itself takes a while
+_SHORT, _LONG = 5e-4, 0.05  # seconds between two questions to the store, which grow
+
+_timeout = contextvars.ContextVar("timeout", default=TIMEOUT)
+
+
+@contextlib.contextmanager
+def within(seconds: object) -> Iterator[None]:
+    """Collectives inside wait no longer for a rank, but `LEAST` seconds in any case; `TIMEOUT` for
+    what is no number of seconds."""
+    is_given = isinstance(seconds, int | float) and seconds > 0
+    before = _timeout.set(max(float(seconds), LEAST) if is_given else TIMEOUT)
+    try:
+        yield
+    finally:
+        _timeout.reset(before)
+
+
+class Arrivals:
+    """Of the ranks of a process group, in its store, which must not live longer because of this. A
+    round ends with a word that is the same for all: that all are there, or why nobody waits."""
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
+        self._round = 0
+
+    def await_all(self, process_group: dist.ProcessGroup) -> None:
+        """Collective. Raises TimeoutError with the ranks that have not come in time, on these too
+        when they come; PeerError where the store is gone with the rank that has it."""
+        _, store = dist.distributed_c10d._world.pg_map.get(process_group, (None, None))
+        if store is None or self._num_ranks == 1:  # torch keeps none of some
+            return
+        try:
+            word = self._meet(dist.PrefixStore("weft/arrivals", store))
+        except dist.DistError as error:
+            text = f"group: the store of the process group is gone ({error})"
+            raise PeerError(text, "peer failed", self._rank) from error
+        if word != _ALL:
+            raise TimeoutError(f"group: {word}", "timeout", self._rank)
+
+    def _meet(self, store: dist.Store) -> str:
+        self._round += 1
+        name = f"round {self._round}"
+
+        def end(word: str) -> str:
+            """The first word of any rank."""
+            return store.compare_set(name, "", word).decode()
+
+        def is_late(rank: int) -> bool:
+            key = f"rank {rank}"
+            return not store.check([key]) or int(store.get(key)) < self._round
+
+        store.set(f"rank {self._rank}", str(self._round))
+        if store.add(f"{name}: arrived", 1) == self._num_ranks:
+            for old in (f"round {self._round - 1}", f"round {self._round - 1}: arrived"):
+                store.delete_key(old)  # all have read it
+            return end(_ALL)
+        seconds = _timeout.get()
+        deadline, pause = time.monotonic() + seconds, _SHORT
+        while not store.check([name]):
+            if time.monotonic() > deadline:
+                late = list(filter(is_late, range(self._num_ranks)))
+                return end(
+                    f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come "
+                    f"within {seconds:g} s (all ranks make and close exchanges in the same order)",
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONG)
+        return store.get(name).decode()
+
+
+_ALL = "all are here"
