@@ -55,9 +55,9 @@ struct SentGiven {
       : x(read_needed("x", tensors[0])),
         weights(read("weights", tensors[1])),
         scales(read_bytes("scales", tensors[2])),
-        sources(read("sources", tensors[3])),
-        counts(read_vector("counts", tensors[4])),
-        count_sums(read_vector("count_sums", tensors[5])),
+        sources(at_place("sources", tensors[3], read("sources", tensors[3]))),
+        counts(at_place("counts", tensors[4], read_vector("counts", tensors[4]))),
+        count_sums(at_place("count_sums", tensors[5], read_vector("count_sums", tensors[5]))),
         global_scale(read_vector("global_scale", tensors[6])),
         has_experts(wants_experts) {
     if (!x.type) {

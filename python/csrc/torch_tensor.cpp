@@ -320,6 +320,13 @@ Given read_vector(const char* name, nb::handle tensor) {
   return given;
 }
 
+Given at_place(const char* name, nb::handle tensor, Given given, bool writes) {
+  if (!tensor.is_none()) {
+    looked_up<Torch>().outputs.attr("at_place")(name, tensor, given.owner.is(tensor), writes);
+  }
+  return given;
+}
+
 int64_t scalar_bytes(ScalarType type) {
   return dtype_bytes(core_type(type));
 }

@@ -52,6 +52,10 @@ struct Given {
 // The same of numbers one after the other.
 [[nodiscard]] Given read_vector(const char* name, nb::handle tensor);
 
+// A tensor, or none, that the call writes, or that others write while it runs: raises for one with
+// gaps, of which there would be a copy. Autograd hears of it if the call `writes`.
+[[nodiscard]] Given at_place(const char* name, nb::handle tensor, Given given, bool writes = true);
+
 // Whether it is a tensor of a shape (an int, or anything else for any size) and of a type whose bit
 // `types` has. False also where only Python can tell.
 [[nodiscard]] bool suits(nb::handle tensor, uint64_t types, nb::handle shape);

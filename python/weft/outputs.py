@@ -48,8 +48,8 @@ def view(name: str, tensor: Tensor | None) -> tuple | None:
     if dtype is None:
         if tensor.itemsize != 1:
             raise InvalidArgument(
-                f"{name} has dtype {tensor.dtype}, which Weft cannot move (bfloat16, float16, "
-                "float32, int32, int64, bool or one byte wide)"
+                f"{name} has dtype {tensor.dtype} (expected bfloat16, float16, float32 or one of a "
+                "byte for rows, float32 for weights, int32 or int64 for indices)"
             )
         dtype = _BYTE
     if len(shape) not in (1, 2):
@@ -62,6 +62,15 @@ def view(name: str, tensor: Tensor | None) -> tuple | None:
         tensor = tensor.detach().contiguous()
     rows, cols = (*shape, 1)[:2]
     return tensor, tensor.data_ptr(), dtype, rows, cols, gpu, NUMBERS.get(tensor.dtype)
+
+
+def at_place(name: str, tensor: Tensor, is_whole: bool, writes: bool) -> None:
+    """Of a caller's tensor, before a call that `writes` it, or reads it while it is written.
+    Raises InvalidArgument unless it is_whole: a copy of it would be of no use."""
+    if not is_whole:
+        raise InvalidArgument(f"{name} has gaps (contiguous memory is expected)")
+    if writes and not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def empty(sizes: list[int], strides: list[int], number: int, gpu: int) -> Tensor:
@@ -203,6 +212,7 @@ class Plan:
     """
 
     moved: Dispatched | None = None  # until ops.py hands it on
+    wants_weight_gradient = False  # of its own weights
     era = 0  # of weft/compat/deep_ep/steps.py: how often ranks were lost before
     _there: dict[str, torch.Tensor] | None = None  # the numbers on the device
 
@@ -236,13 +246,13 @@ class Plan:
     @functools.cached_property
     def placement(self) -> Tensor:
         """int32 [ranks, R] on the CPU: the expert of each replica, -1: none."""
-        found = torch.tensor(self.core.placement, dtype=torch.int32)
+        found = torch.tensor(self.core.placement, dtype=torch.int32, device="cpu")
         return found.reshape(-1, self.num_replicas) if self.num_replicas else found
 
     @functools.cached_property
     def routes_per_expert(self) -> Tensor:
         """int64 [E] on the CPU: routes of all ranks, before dropping."""
-        return torch.tensor(self.core.routes_per_expert)
+        return torch.tensor(self.core.routes_per_expert, device="cpu")
 
     @functools.cached_property
     def load(self) -> Load:
@@ -277,6 +287,17 @@ class Plan:
     expert_begin = _on_device(
         "expert_begin", "int64 [El] on the exchange's device: first row of each expert's block."
     )
+
+    def without_slack(self, rows: Tensor) -> Tensor:
+        """What a dispatch has made, [num_rows, any], with zeros behind the rows in use."""
+        if not self.core.may_have_slack:
+            return rows
+        if self.layout == "expert_strided":
+            used, per = self.padded_rows_per_expert.unsqueeze(1), self.num_local_experts
+        else:
+            used, per = self.num_rows_used, 1
+        places = torch.arange(self.num_rows // per, device=rows.device)
+        return rows.masked_fill((places >= used).view(-1, 1), 0)
 
     # Numbers on the host. In budget mode on a GPU the first question copies the plan, and waits.
 
@@ -313,8 +334,10 @@ class Plan:
                 }
                 return self._there
             names = ("rows_per_expert", "padded_rows_per_expert", "expert_begin")
-            made = {name: torch.tensor(getattr(core, name), dtype=torch.int64) for name in names}
-            made["required_rows"] = torch.tensor([core.required_rows], dtype=torch.int64)
-            made["overflow"] = torch.tensor([int(core.overflow)], dtype=torch.int32)
-            self._there = {name: numbers.to(device) for name, numbers in made.items()}
+            told = {name: getattr(core, name) for name in names}
+            told["required_rows"] = [core.required_rows]
+            kind = {"dtype": torch.int64, "device": device}
+            self._there = {name: torch.tensor(numbers, **kind) for name, numbers in told.items()}
+            overflow = torch.tensor([int(core.overflow)], dtype=torch.int32, device=device)
+            self._there["overflow"] = overflow
         return self._there

@@ -103,7 +103,11 @@ class Communication:
             check(isinstance(expert_output, Tensor), "expert_output is not a tensor")
             rows = expert_output.flatten(0, -2)
             check_tensor("expert_output", rows, None, [plan.num_rows, plan.exchange.hidden])
-            return call.exchange.combine(plan, rows, out=output).x
+            size = [plan.num_tokens, plan.exchange.hidden]
+            check_optional("output", output, expert_output.dtype, size)
+            is_whole = output is None or output.is_contiguous()
+            combined = call.exchange.combine(plan, rows, out=output if is_whole else None).x
+        return combined if is_whole else output.copy_(combined)
 
     def destroy(self) -> None:
         """Lets go of the memory; a later call takes it anew."""
