@@ -233,6 +233,11 @@ class Exchange {
   // Inside a capture no other rank can hear of it: throws Error (kUnsupported).
   void refuse(Op op, std::string_view reason, const CallOptions& call = {});
 
+  // Local, but the same on all ranks. Whether the last call was a plan that they have refused since
+  // some rank has more tokens or choices than there is room for, and for no other reason: it can be
+  // made on a larger exchange, or after grow().
+  [[nodiscard]] bool is_outgrown() const;
+
   // Local. Throws what a call that has finished on the GPU found; on a CPU why the exchange can no
   // longer be used.
   void check();

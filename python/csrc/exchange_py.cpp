@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "call/payload.hpp"
+#include "call/signature.hpp"
 #include "checks_py.hpp"
 #include "options_py.hpp"
 #include "survival_py.hpp"
@@ -233,6 +234,9 @@ nb::object dispatch_blocks(
   BlockDispatch call = check_block_dispatch(tensors, {num_max, num_experts, num_ranks}, formats);
   const nb::object none = nb::none();
   const nb::handle stats = tensors[3];
+  if (!stats.is_none() && !read_vector("count_sums", stats).owner.is(stats)) {
+    return nb::none();
+  }
   const RoutingGiven routes(nb::make_tuple(tensors[1], none, none, none));
   const SentGiven given(
       nb::make_tuple(tensors[0], tensors[2], none, none, none, stats, tensors[5]), false
@@ -242,8 +246,7 @@ nb::object dispatch_blocks(
   const bool is_for_it = call.hidden == config.hidden && given.x.tensor.device == config.device &&
                          num_local * calls.exchange().num_ranks() == config.num_experts &&
                          num_max <= config.max_tokens && call.topk <= config.max_topk;
-  const bool has_gaps = !stats.is_none() && !given.count_sums.owner.is(stats);
-  if (!is_for_it || has_gaps) {
+  if (!is_for_it) {
     return nb::none();
   }
   call.options.stream = stream_of(stream);
@@ -271,8 +274,8 @@ nb::tuple combine(
   const Given row_weights = read("row_weights", brought[1]);
   const Given source_weights = read("source_weights", brought[2]);
   const Given source_idx = read("source_idx", brought[3]);
-  const Given marks = read_vector("marks", brought[4]);
-  const Given given_out = read("x", out);
+  const Given marks = at_place("marks", brought[4], read_vector("marks", brought[4]), false);
+  const Given given_out = at_place("out", out, read("out", out));
   NewTensors made(rows.tensor.device);
   CombineOutput output = {given_out.tensor};
   const ScalarType type = rows.type.value_or(ScalarType::kUint8);
@@ -341,7 +344,7 @@ void refuse(
 }
 
 void add_waits(Calls& calls, nb::handle sums, int64_t times, uintptr_t stream) {
-  const Given given = read_vector("sums", sums);
+  const Given given = at_place("sums", sums, read_vector("sums", sums));
   calls.locked([&](Exchange& exchange) {
     exchange.add_waits(given.tensor, times, stream_of(stream));
   });
@@ -377,6 +380,7 @@ nb::dict footprint(Calls& calls) {
 void bind_exchange(nb::module_& m) {
   using nb::arg;
   m.attr("QUANTISE_GROUP") = kQuantiseGroup;
+  m.attr("ANNOUNCEMENT") = kAnnouncement;
   nb::dict dtypes;  // by their names
   for (int dtype = 0; dtype <= static_cast<int>(DType::kInt64); ++dtype) {
     dtypes[nb::cast(dtype_name(static_cast<DType>(dtype)))] = dtype;
@@ -466,6 +470,10 @@ void bind_exchange(nb::module_& m) {
           "has gaps."
       )
       .def("refuse", &refuse, arg("verb"), arg("reason"), arg("options"))
+      .def(
+          "is_outgrown",
+          [](Calls& calls) { return calls.locked([](Exchange& e) { return e.is_outgrown(); }); }
+      )
       .def("check", [](Calls& calls) { calls.locked([](Exchange& e) { e.check(); }); })
       .def(
           "release_pooled",

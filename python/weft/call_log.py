@@ -2,6 +2,7 @@
 """Each call of a program on stderr, with WEFT_LOG=calls: at its beginning by name with what it was
 given, at its end with the time that its host took. ranges.py reports here."""
 
+import contextlib
 import itertools
 import os
 import sys
@@ -33,8 +34,8 @@ def begin(name: str, rank: int | None, frame: FrameType | None) -> None:
         calls.append(None)
         return
     label = f"{_who(rank)}call {next(_numbers)}: {name}"
-    _write(f"{label}({', '.join(_given(_public(frame)))})")
     calls.append(_Begun(label, time.perf_counter(), sys.exc_info()[1]))
+    _write(f"{label}({', '.join(_given(_public(frame)))})")
 
 
 def end() -> None:
@@ -91,8 +92,9 @@ def _text(value: Any) -> str:
 
 
 def _write(text: str) -> None:
-    """In one piece, among lines of other ranks."""
+    """In one piece, among lines of other ranks. Where that cannot be, the call goes on."""
     now = time.time()
     clock = time.strftime("%H:%M:%S", time.localtime(now))
-    sys.stderr.write(f"{clock}.{int(now * 1000) % 1000:03d} weft call {text}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(Exception):  # no stderr, no room for it, or one that cannot encode it
+        sys.stderr.write(f"{clock}.{int(now * 1000) % 1000:03d} weft call {text}\n")
+        sys.stderr.flush()

@@ -3,6 +3,7 @@
 it; exchange_begin.py has how its calls begin, outputs.py plans and the memory of a call."""
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft import _core, overlap_settings, ranges
+from weft.arrivals import within
 from weft.errors import InvalidArgument
 from weft.exchange_begin import ExchangeBegin, filled
 from weft.exchange_state import OnLoss
@@ -39,13 +41,14 @@ class Exchange(ExchangeBegin):
     table. copy_engines: room for calls by copy engines from the begin; without it there is room
     from the first plan on that is made beside computation, if copy engines are chosen there
     (docs/overlap.md). num_threads: CPU workers of this rank, 0 to share the host's cores.
-    timeout: seconds, of every wait. on_peer_loss: "fail", a rank that dies, leaves or lets the
-    deadline pass ends the exchange on all others; or "shrink", where they go on without it: its
-    tokens, and routes to its experts, are gone (docs/faults.md).
+    timeout: seconds, of every wait; set-up waits for ranks for 5 s at least. on_peer_loss: "fail",
+    a rank that dies, leaves or lets the deadline pass ends the exchange on all others; or "shrink",
+    where they go on without it: its tokens, and routes to its experts, are gone (docs/faults.md).
     On CPUs the call ends without it, on GPUs the next one raises `RanksLost`. on_loss: called with
     the `CallReport` of a call that has lost ranks, by the thread of the call; it makes no calls,
     and what it raises goes to sys.unraisablehook. Raises InvalidArgument on every rank if any
-    rank's arguments are wrong or differ, Unsupported where ranks cannot be lost.
+    rank's arguments are wrong or differ, TimeoutError with the ranks that did not come,
+    Unsupported where ranks cannot be lost.
     """
 
     def __init__(
@@ -65,10 +68,15 @@ class Exchange(ExchangeBegin):
         on_peer_loss: str = "fail",
         on_loss: OnLoss | None = None,
     ) -> None:
-        self.group = group if isinstance(group, Group) else Group.of(group)
-
         def settings() -> tuple[torch.device, dict[str, Any]]:
             where = torch.device(device)
+            if where.type not in ("cpu", "cuda"):
+                raise InvalidArgument(f"device = '{where}' (expected cpu or cuda)")
+            if isinstance(hidden, int) and hidden % 4 != 0:
+                raise InvalidArgument(
+                    f"hidden = {hidden} (expected a multiple of 4 with float32, of 8 with bfloat16 "
+                    "and float16: rows are multiples of 16 bytes)"
+                )
             if where.type == "cuda" and where.index is None:
                 where = torch.device("cuda", torch.cuda.current_device())
             found = {
@@ -91,11 +99,11 @@ class Exchange(ExchangeBegin):
             return where, found
 
         self._on_loss = on_loss
-        self.device, self._settings = self.group.agreed("exchange", settings)
+        with within(timeout):
+            self.group = group if isinstance(group, Group) else Group.of(group)
+            self.device, self._settings = self.group.agreed("exchange", settings)
         self.hidden = hidden
         self.num_experts = num_experts
-        self.max_tokens = max_tokens
-        self.max_topk = max_topk
         self.num_local_experts = num_experts // self.group.num_ranks
         self._on_gpu = self.device.type == "cuda"  # to ask a device is slow
         self.gpu: int = self.device.index if self._on_gpu else -1  # -1: the CPU
@@ -107,8 +115,9 @@ class Exchange(ExchangeBegin):
         self._in_graphs: list[_core.Exchange] = []  # outgrown ones, which replays still use
         self._open: tuple | None = None  # what a call that is still to be received writes and reads
         self._tally = tally_of(self.group)
-        self._take(self._make())
+        self._take(self._make(max_tokens, max_topk))
         self._tally.follow(self)
+        _alive.add(self)
 
     def __del__(self) -> None:
         if getattr(self, "_core", None) is None or sys.is_finalizing():
@@ -178,7 +187,13 @@ class Exchange(ExchangeBegin):
 
         has_rows = self._given_rows(choices) is not None
         core, made = self._planned("plan", has_rows, call, topk_idx, routing_map)
-        return Plan(self, made, core)
+        return self._plan_of(made, core, weights)
+
+    def _plan_of(self, made: _core.Plan, core: _core.Exchange, weights: Tensor | None) -> Plan:
+        plan = Plan(self, made, core)
+        if weights is not None and weights.requires_grad:
+            plan.wants_weight_gradient = torch.is_grad_enabled()
+        return plan
 
     def dispatch(
         self,
@@ -193,6 +208,7 @@ class Exchange(ExchangeBegin):
         copy_engines: bool | None = None,
     ) -> Dispatched:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
+        self._check_plan("dispatch", plan)
         sent = (x, weights, scales, *_NOTHING_BESIDE, global_scale)
 
         def options(core: _core.Exchange) -> _core.Options:
@@ -273,12 +289,15 @@ class Exchange(ExchangeBegin):
         `SkippedPlan`. For ranks that are to be where the others are (`CallReport.calls_behind`).
         """
         routing = (topk_idx, routing_map, plan_weights, map_indices)
-        sent = (x, weights, scales, *(beside or _NOTHING_BESIDE), global_scale)
+        told = beside if isinstance(beside, Beside) else _NOTHING_BESIDE
+        sent = (x, weights, scales, *told, global_scale)
         given_rows = self._given_rows(choices)
         choices["quantise"], choices["blocks"] = quantise, blocks
         choices["scale_rule"], choices["scale_layout"] = scale_rule, scale_layout
 
         def options() -> _core.Options:
+            if told is not beside and beside is not None:
+                raise InvalidArgument(f"beside is a {type(beside).__name__} (expected a Beside)")
             return filled(_core.Options(), choices)
 
         runs = (num_sms, copy_engines, receives_later, is_skipped)
@@ -333,8 +352,7 @@ class Exchange(ExchangeBegin):
         except InvalidArgument as error:
             if self._on_gpu or _core.num_begun() == begun:
                 raise
-            wanted = (self.hidden, self.num_experts)
-            if not self._is_outgrown(core, error, begun, wanted, tensors[1]):
+            if not self._grow(core, error, tensors[1], None):
                 raise
             core = self.core
             found = self._called(core, "plan_and_dispatch", core.dispatch_blocks, *given)
@@ -396,7 +414,7 @@ class Exchange(ExchangeBegin):
             if _core.num_begun() == begun:
                 raise
             needs = (tensors[1], None) if routing is None else routing()
-            if not self._is_outgrown(core, error, begun, (self.hidden, self.num_experts), *needs):
+            if not self._grow(core, error, *needs):
                 raise
             core = self.core
             found = self._called(core, "plan", getattr(core, verb), *given)
@@ -484,7 +502,7 @@ class Exchange(ExchangeBegin):
             out = self._dispatched(core, made, sent, experts, options)
         if is_later and core.is_open(made):
             self._open = (made, routing, out)
-        return Plan(self, made, core), out
+        return self._plan_of(made, core, routing[2]), out
 
     def receive(self, plan: Plan) -> None:
         """Local. The second half of the call with `receives_later` that made the plan or combined
@@ -532,6 +550,7 @@ class Exchange(ExchangeBegin):
         as short as those that `plan_and_dispatch` makes in one launch, the call only sends, without
         a wait for any rank, and `receive` has the rest; elsewhere all is done at once.
         """
+        self._check_plan("combine", plan)
         marks = ready or _NO_MARKS
         is_later = receives_later and self._on_gpu
 
@@ -548,11 +567,39 @@ class Exchange(ExchangeBegin):
             self._open = (plan.core, source_weights, source_idx, combined)
         return combined
 
+    def _check_plan(self, verb: str, plan: Any) -> None:
+        """Raises InvalidArgument, on all ranks, unless it is one of this exchange."""
+        if isinstance(plan, Plan) and plan.exchange is self:
+            return
+        problem = f"{verb}: plan is a {type(plan).__name__} (expected what Exchange.plan returns)"
+        if isinstance(plan, Plan):
+            problem = f"{verb}: plan is of another exchange, for {_sizes(plan.exchange)}"
+            problem += f" (this one is for {_sizes(self)})"
+        self.refuse(verb, problem)
+        raise InvalidArgument(problem, rank=self.rank)
+
     def check(self) -> None:
         """Raises what a call that has finished on the GPU found; on a CPU why the exchange can no
         longer be used."""
         self.core.check()
 
 
+def _sizes(exchange: Exchange) -> str:
+    return f"hidden = {exchange.hidden}, num_experts = {exchange.num_experts}"
+
+
+def plan_given(verb: str, plan: Any, beside: Any) -> Plan:
+    """The plan. What else was given raises InvalidArgument, on all ranks if it, or the argument
+    beside it, tells the exchange, or there is only one."""
+    if isinstance(plan, Plan):
+        return plan
+    told = (getattr(one, "exchange", one) for one in (plan, beside))
+    exchanges = [one for one in told if isinstance(one, Exchange)] or list(_alive)
+    if len(exchanges) == 1:
+        exchanges[0]._check_plan(verb, plan)
+    raise InvalidArgument(f"{verb}: plan is a {type(plan).__name__} (expected a weft.Plan)")
+
+
+_alive: weakref.WeakSet[Exchange] = weakref.WeakSet()
 _NOTHING_BESIDE = Beside()
 _NO_MARKS = RowMarks()

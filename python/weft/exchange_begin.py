@@ -3,6 +3,8 @@
 on none of them, and all hear the reason. exchange.py has the calls."""
 
 import contextlib
+import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -11,7 +13,8 @@ import torch
 from torch import Tensor
 
 from weft import _core, overlap_settings, ranges
-from weft.errors import Error, InvalidArgument
+from weft.arrivals import within
+from weft.errors import Error, InvalidArgument, reason_of
 from weft.exchange_state import ExchangeState
 from weft.group import Group
 from weft.outputs import Beside, OutputPool, Plan
@@ -54,10 +57,12 @@ class ExchangeBegin(ExchangeState):
             raise InvalidArgument("exchange: it was closed (make a new one)", rank=self.rank)
         return self._core
 
-    def _make(self) -> _core.Exchange:
-        sizes = {"max_tokens": self.max_tokens, "max_topk": self.max_topk}
+    def _make(self, max_tokens: int, max_topk: int) -> _core.Exchange:
+        """Collective. Nothing is changed where it fails."""
+        sizes = {"max_tokens": max_tokens, "max_topk": max_topk}
         config = filled(_core.ExchangeConfig(), sizes | self._settings)
-        core = _core.Exchange(self.group.core, config)
+        with within(self._settings["timeout"]):
+            core = _core.Exchange(self.group.core, config)
         self._take_sizes(core)  # a rank that comes back has those of the others
         return core
 
@@ -83,15 +88,14 @@ class ExchangeBegin(ExchangeState):
             if verb in ("dispatch", "combine"):
                 self._called(self.core if plan is None else plan.calls, verb, call)
             else:
-                has_rows = self._given_rows(options) is not None
-                self._planned(verb, has_rows, call, wanted=(0, 0))
+                self._planned(verb, self._given_rows(options) is not None, call)
 
     def announce(self, verb: str, hidden: int, num_experts: int, **options: Any) -> None:
         """Collective, before a call that all ranks make on another exchange, of these sizes. If one
         refuses that call, or makes it on this exchange, all ranks raise: an announcement is as many
         calls as a refusal. verb, options: see `refuse`."""
         has_rows = self._given_rows(options) is not None
-        choices = {"pad_multiple": _NOBODY_PADS_TO, "row_budget": 1 if has_rows else None}
+        choices = {"pad_multiple": _core.ANNOUNCEMENT, "row_budget": 1 if has_rows else None}
         nothing = torch.empty((0, 1), dtype=torch.int64, device=self.device)
         rows = nothing.new_empty((0, self.hidden), dtype=torch.bfloat16)
         sent = (rows, None, None, *Beside(), None)
@@ -107,7 +111,17 @@ class ExchangeBegin(ExchangeState):
         # Calls of an exchange follow each other, whatever streams they are on.
         settle = torch.cuda.synchronize if self._on_gpu else lambda _: None
         settle(self.device)
-        core, _ = self._planned(verb, has_rows, call, wanted=(hidden, num_experts))
+        try:
+            core, _ = self._planned(verb, has_rows, call)
+        except InvalidArgument as error:
+            if "refused the call" in str(error):
+                raise
+            asked, here = (hidden, num_experts), (self.hidden, self.num_experts)
+            raise InvalidArgument(
+                f"{verb}: (hidden size, num_experts) = {asked} here, for which an exchange is "
+                f"to be made, and another rank calls on the one for {here}: {error}",
+                rank=self.rank,
+            ) from error
         settle(self.device)
         core.check()
 
@@ -123,18 +137,20 @@ class ExchangeBegin(ExchangeState):
             and not torch.cuda.is_current_stream_capturing()
         )
 
-    def _make_copy_room(self) -> bool:
+    def _make_copy_room(self, max_tokens: int, max_topk: int) -> bool:
         """Collective. Another core, with room for copies; plans keep theirs. False, and calls go as
         usual, where some rank has too little memory."""
-        self._has_copy_room = True  # asked for once
-        self._settings["copy_engines"] = True
+        settings = self._settings
+        self._settings = settings | {"copy_engines": True}
         try:
-            self._take(self._make())
+            self._take(self._make(max_tokens, max_topk))
         except Error as error:
-            self._settings["copy_engines"] = False
+            self._settings = settings
             if error.code != "out of memory":
                 raise
+            settings["copy_engines"] = False
             warnings.warn(f"no calls by copy engines: {error}", stacklevel=3)
+        self._has_copy_room = True  # asked for once
         return self._settings["copy_engines"]
 
     def _placed(
@@ -169,90 +185,73 @@ class ExchangeBegin(ExchangeState):
         call: Callable[[_core.Exchange], Any],
         topk_idx: Tensor | None = None,
         routing_map: Tensor | None = None,
-        wanted: tuple[int, int] | None = None,
     ) -> tuple[_core.Exchange, Any]:
-        """Collective: call(core), on a core that has grown if this one was too small for the plan.
-        verb: see `refuse`. has_rows: their number is given. wanted: the hidden size and number of
-        experts that the caller's tensors have, if not this exchange's; zeros: unknown."""
-        wanted = wanted or (self.hidden, self.num_experts)
-        # All ranks are beside computation, or none.
-        if self._on_gpu and not self._has_copy_room and self._core and self._chooses_copies():
-            self._make_copy_room()
-        # On a GPU nobody waited then, and the others do not know yet what was refused.
-        may_grow = not (self._on_gpu and has_rows)
+        """Collective: call(core), on a core that has grown where this one had too little room for
+        some rank's plan. verb: see `refuse`. has_rows: their number is given."""
+        verb = verb if has_rows else "plan"
+        if self._on_gpu and not self._has_copy_room and self._core:
+            # All ranks are beside computation, or none.
+            if self._told(self._core, verb, self._chooses_copies):
+                self._make_copy_room(self.max_tokens, self.max_topk)
         while True:
             core = self.core  # one that was closed does not grow
-            begun = _core.num_begun()
             try:
-                return core, self._called(core, verb if has_rows else "plan", call, core)
-            except BaseException as error:
-                given = (wanted, topk_idx, routing_map)
-                if not (may_grow and self._is_outgrown(core, error, begun, *given)):
+                return core, self._called(core, verb, call, core)
+            except InvalidArgument as error:
+                # With rows that are given nobody has waited for a GPU, and cannot know yet.
+                is_unknown = self._on_gpu and has_rows
+                if is_unknown or not self._grow(core, error, topk_idx, routing_map):
                     raise
-                if not isinstance(error, Exception):
-                    call = _raising(error)  # the others ask again, an interrupt is not forgotten
-            may_grow = False
-
-    def _is_outgrown(
-        self,
-        core: _core.Exchange,
-        error: BaseException,
-        begun: int,
-        wanted: tuple[int, int],
-        topk_idx: Tensor | None,
-        routing_map: Tensor | None = None,
-    ) -> bool:
-        """Collective after a call that failed on this rank with `error`, if it waited for the
-        others in it: whether the exchange was too small and has grown, for one more call. begun:
-        `_core.num_begun` before. wanted: as for `_planned`."""
-        was_refused = isinstance(error, InvalidArgument) or _core.num_begun() == begun
-        is_usable = was_refused and self._is_usable(core)
-        return is_usable and self._grow(wanted, topk_idx, routing_map)
-
-    def _is_usable(self, core: _core.Exchange) -> bool:
-        """Whether the others have come to a call that this rank refused. A GPU cannot tell yet."""
-        try:
-            if not self._on_gpu:
-                core.check()
-        except Error:
-            return False
-        return True
 
     def _called(
         self, core: _core.Exchange, verb: str, call: Callable[..., Any], *given: Any
     ) -> Any:
         """call(*given), which makes a call of the core. If it fails before that, the other ranks
         hear why."""
+        if not ranges.IS_ON:
+            return self._told(core, verb, call, *given)
+        self._told(core, verb, ranges.begin, verb, self.group, sys._getframe(1))
+        try:
+            return self._told(core, verb, call, *given)
+        finally:
+            ranges.end()
+
+    def _told(self, core: _core.Exchange, verb: str, call: Callable[..., Any], *given: Any) -> Any:
+        """call(*given), of whose failure the other ranks hear unless it has begun a call."""
         begun = _core.num_begun()
-        if ranges.IS_ON:
-            ranges.begin(verb, self.group)
         try:
             return call(*given)
         except BaseException as error:
             if _core.num_begun() == begun:
                 options = filled(_core.Options(), {"stream": self._stream()})
-                core.refuse(verb, str(error) or type(error).__name__, options)
+                core.refuse(verb, reason_of(error), options)
             raise
-        finally:
-            if ranges.IS_ON:
-                ranges.end()
 
     def _given_rows(self, choices: dict[str, Any]) -> int | None:
-        """How many rows there are, if nobody has to wait to hear it."""
-        if choices.get("overflow", "drop") != "drop":
-            return None
-        if choices.get("layout") == "expert_strided":
-            stride = choices.get("expert_stride", 0)
-            if isinstance(stride, int) and stride > 0:
-                replicas = num_replicas(choices.get("balance", 0))
-                return stride * (self.num_local_experts + replicas)
-        return choices.get("row_budget")
+        """How many rows there are, if no rank has to wait to hear it. Choices that are of no use,
+        which the call refuses, count as if they gave it."""
+        with contextlib.suppress(Exception):
+            if choices.get("overflow", "drop") != "drop":
+                return None
+            if choices.get("layout") == "expert_strided":
+                stride = choices.get("expert_stride", 0)
+                if isinstance(stride, int) and stride > 0:
+                    replicas = num_replicas(choices.get("balance", 0))
+                    return stride * (self.num_local_experts + replicas)
+            return choices.get("row_budget")
+        return 0
 
     def _grow(
-        self, wanted: tuple[int, int], topk_idx: Tensor | None, routing_map: Tensor | None
+        self, core: _core.Exchange, error: InvalidArgument, topk_idx: Any, routing_map: Any
     ) -> bool:
-        """Collective, after a call that every rank refused. True if size was the reason. Raises
-        InvalidArgument if it was that not all ranks call on an exchange for what they want."""
+        """After a plan on `core` that was refused with `error`: collective if all ranks refused it
+        for want of room only, and true if there is more now."""
+        if not core.is_outgrown():
+            if "here and none, for a call with another hidden size" in str(error):
+                sizes = (self.hidden, self.num_experts)
+                text = f"(hidden size, num_experts) = {sizes} here, others on another rank: {error}"
+                raise InvalidArgument(text, rank=self.rank) from error
+            return False
         tokens, topk = self.max_tokens, self.max_topk
         if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2:
             tokens, topk = max(tokens, topk_idx.size(0)), max(topk, topk_idx.size(1))
@@ -262,22 +261,13 @@ class ExchangeBegin(ExchangeState):
                 topk = max(topk, int(routing_map.sum(1).max()))
         if self._settings["on_peer_loss"] == "shrink":
             return self.grow(_roomy(tokens, self.max_tokens), min(topk, _MOST_CHOICES))
-        told = self.group.gather_numbers(*wanted, tokens, topk)
-        for rank, (*theirs, _, _) in enumerate(told):
-            if wanted != tuple(theirs) and all(hidden for hidden, *_ in told):
-                raise InvalidArgument(
-                    f"(hidden size, num_experts) = {wanted} here and {tuple(theirs)} on rank "
-                    f"{rank} (must be equal on all ranks)",
-                    rank=self.rank,
-                )
-        tokens, topk = map(max, zip(*(sizes for _, _, *sizes in told)))
-        topk = min(topk, _MOST_CHOICES)
-        if tokens <= self.max_tokens and topk <= self.max_topk:
+        with within(self._settings["timeout"]):
+            tokens, topk = map(max, zip(*self.group.gather_numbers(tokens, topk)))
+        sizes = _roomy(tokens, self.max_tokens), max(self.max_topk, min(topk, _MOST_CHOICES))
+        if sizes == (self.max_tokens, self.max_topk):
             return False
-        self.max_tokens = _roomy(tokens, self.max_tokens)
-        self.max_topk = max(self.max_topk, topk)
-        if not self._settings["copy_engines"] or not self._make_copy_room():
-            self._take(self._make())
+        if not self._settings["copy_engines"] or not self._make_copy_room(*sizes):
+            self._take(self._make(*sizes))
         return True
 
     def _pool_of(self, core: _core.Exchange) -> tuple[int, int] | None:
@@ -311,7 +301,6 @@ def _raising(error: BaseException) -> Callable[..., NoReturn]:
 
 
 _MOST_CHOICES = 32  # of a token
-_NOBODY_PADS_TO = 1_000_003  # so that no call is taken for an announcement
 
 
 def filled(record: Any, values: dict[str, Any]) -> Any:
@@ -323,6 +312,17 @@ def filled(record: Any, values: dict[str, Any]) -> Any:
         try:
             setattr(record, name, value)
         except (AttributeError, TypeError) as error:
-            known = "is of the wrong type" if hasattr(type(record), name) else "is no option"
-            raise InvalidArgument(f"{name} = {value!r} {known}") from error
+            raise InvalidArgument(f"{name} = {value!r} {_misfit(record, name, value)}") from error
     return record
+
+
+def _misfit(record: Any, name: str, value: Any) -> str:
+    """Why an attribute of the core does not take the value."""
+    known = getattr(type(record), name, None)
+    if known is None:
+        return "is no option"
+    expected = re.search(r"arg: (.+), /\)", known.fset.__doc__ or "")
+    kind = type(value).__name__
+    if expected is None or expected[1] == kind:
+        return "is out of range"
+    return f"is a {kind} (expected {expected[1]})"

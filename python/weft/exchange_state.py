@@ -41,6 +41,7 @@ class ExchangeState:
     """The part of `Exchange` that moves no tokens: local but for `readmit` and `grow`."""
 
     device: torch.device
+    num_ranks: int
     num_local_experts: int
     max_tokens: int
     max_topk: int
@@ -62,7 +63,7 @@ class ExchangeState:
         """The next call, of all ranks, ends without these, as if they had died. Those among them
         that live get a PeerError. Raises InvalidArgument for this rank and for what is no rank,
         Unsupported without on_peer_loss="shrink"."""
-        self.core.mask(_numbers("mask", ranks))
+        self.core.mask(_numbers("mask", ranks, self.num_ranks))
 
     def invitation(self) -> str:
         """By this a new process takes the place of a rank that is lost: `Group.rejoin`. Raises
@@ -79,7 +80,7 @@ class ExchangeState:
         lives on. Graphs captured before go on with WEFT_GPU_TRANSPORT=vmm; else they do nothing
         when they are replayed, and `check` raises InvalidArgument.
         """
-        self.core.readmit(_numbers("readmit", ranks))
+        self.core.readmit(_numbers("readmit", ranks, self.num_ranks))
         self._take_sizes(self.core)
 
     def grow(self, max_tokens: int, max_topk: int) -> bool:
@@ -107,8 +108,8 @@ class ExchangeState:
         if plan is None:
             owners = topk_idx.div(self.num_local_experts, rounding_mode="floor")
         else:
-            ranks = torch.tensor(plan.core.route_ranks, dtype=topk_idx.dtype)
-            owners = ranks.view_as(topk_idx).to(topk_idx.device)
+            of = {"dtype": topk_idx.dtype, "device": topk_idx.device}
+            owners = torch.tensor(plan.core.route_ranks, **of).view_as(topk_idx)
         alive = torch.tensor(self.alive(), dtype=owners.dtype, device=owners.device)
         routed = weights.masked_fill(topk_idx < 0, 0.0)
         kept = routed.masked_fill(~torch.isin(owners, alive), 0.0)
@@ -165,8 +166,12 @@ class ExchangeState:
         self.core.release_pooled()
 
 
-def _numbers(verb: str, ranks: Iterable[int]) -> list[int]:
+def _numbers(verb: str, ranks: Iterable[int], num_ranks: int) -> list[int]:
     try:
-        return [operator.index(rank) for rank in ranks]
+        found = [operator.index(rank) for rank in ranks]
     except TypeError as error:
         raise InvalidArgument(f"{verb}: ranks = {ranks!r} (expected numbers)") from error
+    for rank in found:
+        if not 0 <= rank < num_ranks:
+            raise InvalidArgument(f"{verb}: rank {rank} is out of range ({num_ranks} ranks)")
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,14 +25,14 @@ HAS_NVTX = _WANTED == "1"
 IS_ON: bool = HAS_NVTX or call_log.IS_ON
 
 
-def begin(name: str, group: Group | None = None) -> None:
-    """A range "weft: name" of this thread, inside the one that is open. group: of the call. The
-    function that makes the call has called the one that calls this."""
+def begin(name: str, group: Group | None = None, frame: FrameType | None = None) -> None:
+    """A range "weft: name" of this thread, inside the one that is open. group: of the call. frame:
+    of the function that makes it, or of one that this has called; None: the caller's caller."""
     if HAS_NVTX:
         with contextlib.suppress(RuntimeError):  # a torch without CUDA has no NVTX
             torch.cuda.nvtx.range_push(f"weft: {name}")
     if call_log.IS_ON:
-        call_log.begin(name, None if group is None else group.rank, sys._getframe(2))
+        call_log.begin(name, None if group is None else group.rank, frame or sys._getframe(2))
 
 
 def end() -> None:

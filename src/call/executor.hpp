@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "call/signature.hpp"
 #include "core/context.hpp"
 #include "weft/exchange.hpp"
 
@@ -62,7 +63,9 @@ class Executor {
   virtual void receive(const Plan& /*plan*/, const CallOptions& /*call*/) {}
   [[nodiscard]] virtual bool is_open(const Plan& /*plan*/) const { return false; }
   // See Exchange::refuse(). False if nobody else hears of it, as the stream is being captured.
-  virtual bool refuse(Op op, std::string_view reason, const CallOptions& call) = 0;
+  virtual bool refuse(Op op, const Refusal& reason, const CallOptions& call) = 0;
+  // See Exchange::is_outgrown().
+  [[nodiscard]] virtual bool is_outgrown() const = 0;
   virtual void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) = 0;

@@ -10,6 +10,8 @@
 #include <string_view>
 #include <utility>
 
+#include "plan/build.hpp"
+
 namespace weft {
 namespace {
 
@@ -28,6 +30,11 @@ std::string one_of(const std::array<std::string_view, kCount>& names, int64_t va
 // --- how a value is printed ---
 
 constexpr auto kNumber = [](int64_t value) { return fmt::format("{}", value); };
+constexpr auto kPadding = [](int64_t value) {
+  return value == kAnnouncement
+             ? "none, for a call with another hidden size, number of experts or room,"
+             : kNumber(value);
+};
 constexpr auto kBytes = [](int64_t value) { return value > 0 ? kNumber(value) : "none"; };
 constexpr auto kYesNo = [](int64_t value) { return one_of<2>({"false", "true"}, value); };
 constexpr auto kLayout = [](int64_t value) {
@@ -90,6 +97,7 @@ constexpr std::string_view kCall = "the caller's number of this call";
 constexpr std::string_view kRoom = "memory to be made for a token";
 
 constexpr Field kPlanFields[] = {
+    {"pad_multiple", 32, [](const Call& c) { return c.options.pad_multiple; }, kPadding},
     {"layout", 2, [](const Call& c) { return static_cast<int64_t>(c.options.layout); }, kLayout},
     {"overflow",
      2,
@@ -104,7 +112,6 @@ constexpr Field kPlanFields[] = {
     {"scale_rule in the same call", 4, kScaleRuleOf, kScaleRule},
     {"has_weights of x in the same call", 4, kHasWeights, kYesNo},
     {kCall, 28, kCallNumber, kNumber},
-    {"pad_multiple", 32, [](const Call& c) { return c.options.pad_multiple; }, kNumber},
     {"expert_stride", 32, [](const Call& c) { return c.options.expert_stride; }, kNumber},
     {"replicas", 5, [](const Call& c) { return int64_t{c.options.balance.replicas}; }, kNumber},
     {"min_rows of a replica",
@@ -208,6 +215,10 @@ Signature pack(const Call& call) {
 }
 
 }  // namespace
+
+Refusal::Refusal(const std::exception& reason) : Refusal(reason.what()) {
+  is_for_room = dynamic_cast<const NoRoom*>(&reason) != nullptr ? 1 : 0;
+}
 
 Signature signature_of(const Call& call) {
   switch (call.op) {

@@ -3,11 +3,12 @@
 // and what a difference between two ranks, or the refusal of one, says to the user.
 #pragma once
 
-#include <algorithm>
 #include <array>
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -17,6 +18,8 @@
 namespace weft {
 
 inline constexpr int kSignatureWords = 6;
+// A plan that pads to so many rows is none, but an announcement of a call on another exchange.
+inline constexpr int64_t kAnnouncement = 1'000'003;
 inline constexpr int kPlanNumberWord = 0;  // of dispatch and combine only
 
 // Trivially copyable, for host and device. Small fields share a word.
@@ -35,16 +38,19 @@ struct Signature {
 );
 
 // Why a rank refuses a call, on its way to the other ranks. Trivially copyable; lies in shared
-// memory. What is longer is cut.
-struct RefusalText {
-  RefusalText() = default;
-  explicit RefusalText(std::string_view reason) {
-    reason.copy(chars.data(), std::min(reason.size(), chars.size() - 1));
+// memory. A text that is longer is cut.
+struct Refusal {
+  Refusal() = default;
+  template <std::convertible_to<std::string_view> Text>
+  Refusal(const Text& reason) {  // NOLINT(google-explicit-constructor)
+    std::string_view(reason).copy(chars.data(), chars.size() - 1);
   }
-  [[nodiscard]] std::string_view view() const {
+  Refusal(const std::exception& reason);  // NOLINT(google-explicit-constructor)
+  [[nodiscard]] std::string_view text() const {
     return {chars.data(), ::strnlen(chars.data(), chars.size())};
   }
 
+  uint64_t is_for_room = 0;  // NoRoom: after growth it can be made
   std::array<char, 512> chars = {};
 };
 

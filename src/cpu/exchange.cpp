@@ -43,7 +43,9 @@ CpuExchange::CpuExchange(const Group& group, const ExchangeConfig& wanted, CpuPl
         return place_.is_lost(rank);
       })) {
   const std::optional<Invitation> invitation = invitation_of(group);
+  Env env;
   if (invitation) {
+    env = Env::read();
     validate_config(settings_, context_);
     WEFT_CHECK_ARG(
         context_,
@@ -51,9 +53,8 @@ CpuExchange::CpuExchange(const Group& group, const ExchangeConfig& wanted, CpuPl
         "rejoin: on_peer_loss = fail (expected shrink, as on the others)"
     );
   } else {
-    agree_on_config(group, settings_);
+    agree_on_config(group, settings_, [&] { env = Env::read(); });
   }
-  const Env env = Env::read();
   if (settings_.num_threads == 0) {
     settings_.num_threads = env.num_threads > 0 ? env.num_threads : default_num_threads(group);
   }
@@ -274,7 +275,7 @@ void CpuExchange::break_off(Op op, const Error& error) {
   std::rethrow_exception(broken_);
 }
 
-bool CpuExchange::refuse(Op op, std::string_view reason, const CallOptions& /*call*/) {
+bool CpuExchange::refuse(Op op, const Refusal& reason, const CallOptions& /*call*/) {
   if (!broken_) {
     run_attempts(op, [&] { refuse_attempt(op, reason); });
   }
@@ -282,12 +283,13 @@ bool CpuExchange::refuse(Op op, std::string_view reason, const CallOptions& /*ca
 }
 
 // Nobody waits for the dispatch behind a plan: every rank throws in the plan.
-void CpuExchange::refuse_attempt(Op op, std::string_view reason) {
+void CpuExchange::refuse_attempt(Op op, const Refusal& reason) {
   call_number_ = board_->next_call();
   try {
     board_->refuse(op == Op::kPlanAndDispatch ? Op::kPlan : op, reason);
   } catch (const Error& error) {
-    if (survival_ || error.code() == ErrorCode::kInterrupted) {
+    const bool is_told = error.code() == ErrorCode::kInvalidArgument;
+    if (survival_ || is_told || error.code() == ErrorCode::kInterrupted) {
       throw;
     }
     // The others never called: what this rank refuses for is the error to throw.

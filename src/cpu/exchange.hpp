@@ -61,7 +61,8 @@ class CpuExchange : public Executor {
       const DispatchOutput& out,
       const CallOptions& call
   ) override;
-  bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
+  bool refuse(Op op, const Refusal& reason, const CallOptions& call) override;
+  [[nodiscard]] bool is_outgrown() const override { return !broken_ && board_->is_outgrown(); }
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
@@ -98,7 +99,7 @@ class CpuExchange : public Executor {
   struct Refused {
     std::exception_ptr reason;
   };
-  void refuse_attempt(Op op, std::string_view reason);
+  void refuse_attempt(Op op, const Refusal& reason);
   // The end of the exchange, unless the attempt failed because ranks are lost.
   void settle(Op op, const Error& error);
   // Those who go on without lost ranks do so without this one, too.
@@ -168,8 +169,10 @@ class CpuExchange : public Executor {
   std::vector<uint32_t> control_slots_;  // [num_ranks] of each rank's control region
   Region staging_;
   uint64_t call_number_ = 0;
-  std::exception_ptr broken_;    // why the exchange can no longer be used
-  bool is_second_part_ = false;  // the next call is that of dispatch_routed()
+  std::exception_ptr broken_;         // why the exchange can no longer be used
+  bool is_second_part_ = false;       // the next call is that of dispatch_routed()
+  bool is_growing_ = false;           // to sizes that it gives up again where it fails
+  std::exception_ptr failed_growth_;  // why all ranks have given up the one that they are in
   ExchangeStats counters_;
 
   // Makes room for the signals of so large calls.
@@ -186,7 +189,7 @@ void CpuExchange::run_call(Op op, const Prepare& prepare, const Run& run) {
         return prepare();
       } catch (const std::exception& reason) {  // no memory is a reason, too
         const std::exception_ptr refused = std::current_exception();
-        refuse_attempt(op, reason.what());
+        refuse_attempt(op, reason);
         throw Refused{refused};
       }
     }();

@@ -4,6 +4,7 @@
 #include <array>
 #include <numeric>
 #include <span>
+#include <utility>
 
 #include "call/validate.hpp"
 #include "core/clock.hpp"
@@ -24,7 +25,10 @@ void CpuExchange::settle(Op op, const Error& error) {
     broken_ = std::current_exception();
     throw;
   }
-  if (!is_loss) {
+  const bool is_growing = std::exchange(is_growing_, false);
+  if (!is_loss && is_growing) {
+    failed_growth_ = std::current_exception();
+  } else if (!is_loss) {
     break_off(op, error);
   }
 }
@@ -183,23 +187,42 @@ bool CpuExchange::grow(int64_t max_tokens, int max_topk) {
   if (!survival_) {
     return Executor::grow(max_tokens, max_topk);
   }
+  struct Wish {
+    Sizes sizes;
+    int64_t has_failed = 0;  // this growth, on a rank that no other was lost to
+  };
   const Sizes before = sizes_of(settings_);
   const Sizes own = before.with({max_tokens, max_topk});
+  failed_growth_ = nullptr;
   run_attempts(Op::kPlan, [&] {
+    const Wish wish = {.sizes = own, .has_failed = failed_growth_ ? 1 : 0};
     const std::vector<Bytes> blocks =
-        survival_->group().all_gather(std::as_bytes(std::span(&own, 1)));
+        survival_->group().all_gather(std::as_bytes(std::span(&wish, 1)));
     Sizes most = own;
     for (const int rank : survival_->members()) {
       const auto at = static_cast<size_t>(rank);
-      most = most.with(block_value<Sizes>(blocks[at], at, context_));
+      const auto theirs = block_value<Wish>(blocks[at], at, context_);
+      if (failed_growth_) {
+        throw Refused{failed_growth_};
+      }
+      WEFT_CHECK_ARG(context_, theirs.has_failed == 0, "grow: rank {} could not", rank);
+      most = most.with(theirs.sizes);
     }
-    if (sizes_of(settings_).with(most) != sizes_of(settings_)) {
+    const Sizes now = sizes_of(settings_);
+    if (now.with(most) != now) {
       ExchangeConfig config = settings_;
       config.max_tokens = most.max_tokens;
       config.max_topk = static_cast<int>(most.max_topk);
       validate_config(config, context_);
       set_sizes(config.max_tokens, config.max_topk);
-      reconnect(board_->last_call());
+      is_growing_ = true;
+      try {
+        reconnect(board_->last_call());
+      } catch (const Error&) {
+        set_sizes(now.max_tokens, static_cast<int>(now.max_topk));
+        throw;
+      }
+      is_growing_ = false;
     }
   });
   return sizes_of(settings_) != before;

@@ -33,6 +33,7 @@ class Network : private CpuExchange {
 
   // --- calls; all collective ---
   using CpuExchange::make_plan;
+  using CpuExchange::is_outgrown;
   using CpuExchange::refuse;
   using CpuExchange::run_call;
   // Within run_call: what this rank says, and what all said to it, whose targets are in reach then.

@@ -164,7 +164,7 @@ Plan Exchange::dispatch(
         "expert_stride must be given, with overflow drop, where it is not one launch)"
     );
   } catch (const Error& refusal) {
-    if (!OwnCall(executor_)->refuse(Op::kPlanAndDispatch, refusal.what(), call)) {
+    if (!OwnCall(executor_)->refuse(Op::kPlanAndDispatch, refusal, call)) {
       throw untold(refusal);
     }
     throw;
@@ -211,6 +211,10 @@ void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
         )
     );
   }
+}
+
+bool Exchange::is_outgrown() const {
+  return executor_->is_outgrown();
 }
 
 void Exchange::check() {

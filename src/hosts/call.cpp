@@ -142,7 +142,7 @@ void HostsExchange::settle() {
   }
 }
 
-bool HostsExchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
+bool HostsExchange::refuse(Op op, const Refusal& reason, const CallOptions& call) {
   settle();
   return network_->refuse(op, reason, call);
 }

@@ -112,7 +112,8 @@ class HostsExchange final : public Executor {
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
-  bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
+  bool refuse(Op op, const Refusal& reason, const CallOptions& call) override;
+  [[nodiscard]] bool is_outgrown() const override { return network_->is_outgrown(); }
   void check() override;
   void add_waits(int64_t* sums, int64_t times, const CallOptions& call) override;
   void set_num_senders(int count) override { node_->set_num_senders(count); }

@@ -88,7 +88,7 @@ Plan HostsExchange::make_plan(
     map_indices.copy(routing.map_indices, stream, context());
     wait_for(stream);
   } catch (const Error& error) {
-    network_->refuse(Op::kPlan, error.what(), {});
+    network_->refuse(Op::kPlan, error, {});
     throw;
   }
   const Routing copied = {

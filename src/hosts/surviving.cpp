@@ -198,7 +198,7 @@ void SurvivingHosts::combine(
   });
 }
 
-bool SurvivingHosts::refuse(Op op, std::string_view reason, const CallOptions& call) {
+bool SurvivingHosts::refuse(Op op, const Refusal& reason, const CallOptions& call) {
   if (broken_ || losses_->has_news()) {
     return true;  // nobody makes this call
   }
@@ -217,7 +217,7 @@ void SurvivingHosts::check_plan(Op op, const Plan& plan, const CallOptions& call
         op_name(op)
     );
   } catch (const Error& error) {
-    static_cast<void>(now_->refuse(op, error.what(), call));
+    static_cast<void>(now_->refuse(op, error, call));
     throw;
   }
 }

@@ -43,7 +43,8 @@ class SurvivingHosts final : public Executor {
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
-  bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
+  bool refuse(Op op, const Refusal& reason, const CallOptions& call) override;
+  [[nodiscard]] bool is_outgrown() const override { return false; }  // it keeps its size
   void check() override;
   [[nodiscard]] CallReport report() const override;
   void mask(std::span<const int> ranks) override;

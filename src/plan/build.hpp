@@ -59,6 +59,12 @@ struct RouteTable {
   bool has_weights = false;     // tells a rank without tokens whether the group carries weights
 };
 
+// A routing that an exchange with more room would take.
+class NoRoom final : public Error {
+ public:
+  explicit NoRoom(Error error) : Error(std::move(error)) {}
+};
+
 struct RoutingShape {
   int64_t num_tokens = 0;
   int topk = 0;  // max_topk for a map
@@ -66,14 +72,15 @@ struct RoutingShape {
 };
 
 // Checks what can be checked without reading the routing's memory. `limits` says how many experts,
-// tokens and choices there may be, and where the memory lies. Throws Error (kInvalidArgument).
+// tokens and choices there may be, and where the memory lies. Throws Error (kInvalidArgument),
+// NoRoom where those are too few.
 [[nodiscard]] RoutingShape check_routing(
     const Routing& routing, const ExchangeConfig& limits, const Context& context
 );
 
 // Checks everything about the caller's routing: which of the two forms, dtype, device, shape,
-// contiguity, range of every index, T <= max_tokens, topk <= max_topk, weights. Throws Error
-// (kInvalidArgument), naming e.g. `topk_idx[17, 3]`.
+// contiguity, range of every index, T <= max_tokens, topk <= max_topk, weights. Throws as the
+// former does, naming e.g. `topk_idx[17, 3]`.
 [[nodiscard]] RouteTable read_routing(
     const Routing& routing,
     int num_experts,

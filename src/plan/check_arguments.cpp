@@ -12,6 +12,18 @@ namespace {
 // Slots, and indices of routes, are int32 throughout a plan.
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
+// check(), which throws NoRoom if there can be an exchange that passes it.
+void check_room(bool can_be, const auto& check) {
+  try {
+    check();
+  } catch (const Error& error) {
+    if (can_be) {
+      throw NoRoom(error);
+    }
+    throw;
+  }
+}
+
 }  // namespace
 
 void check_options(const PlanOptions& options, const Context& context) {
@@ -235,14 +247,16 @@ void read_map(
     int32_t* experts = table.expert.data() + t * topk;
     const std::byte* row = routing.map.data + t * num_experts;
     const int64_t found = read_map_row(row, limits.num_experts, experts, table.topk);
-    WEFT_CHECK_ARG(
-        c,
-        found <= limits.max_topk,
-        "plan: map[{}] names {} experts (max_topk = {})",
-        t,
-        found,
-        limits.max_topk
-    );
+    check_room(found <= kMaxTopk, [&] {
+      WEFT_CHECK_ARG(
+          c,
+          found <= limits.max_topk,
+          "plan: map[{}] names {} experts (max_topk = {})",
+          t,
+          found,
+          limits.max_topk
+      );
+    });
     for (size_t k = 0; table.has_weights && k < static_cast<size_t>(found); ++k) {
       const size_t place = t * num_experts + static_cast<size_t>(experts[k]);
       std::memcpy(
@@ -270,13 +284,16 @@ RoutingShape check_routing(
   const TensorCheck check = {"plan", context, limits.device};
   if (is_topk) {
     check("topk_idx", routing.topk_idx, {DType::kInt64, DType::kInt32});
-    WEFT_CHECK_ARG(
-        context,
-        routing.topk_idx.cols >= 1 && routing.topk_idx.cols <= limits.max_topk,
-        "plan: topk_idx has {} columns (1 to max_topk = {})",
-        routing.topk_idx.cols,
-        limits.max_topk
-    );
+    const int64_t topk = routing.topk_idx.cols;
+    check_room(topk >= 1 && topk <= kMaxTopk, [&] {
+      WEFT_CHECK_ARG(
+          context,
+          topk >= 1 && topk <= limits.max_topk,
+          "plan: topk_idx has {} columns (1 to max_topk = {})",
+          topk,
+          limits.max_topk
+      );
+    });
   } else {
     check("map", routing.map, {DType::kBool}, {routing.map.rows, limits.num_experts});
     if (const ConstTensor& indices = routing.map_indices; indices.is_given()) {
@@ -285,13 +302,15 @@ RoutingShape check_routing(
     }
   }
   const ConstTensor& matrix = is_topk ? routing.topk_idx : routing.map;
-  WEFT_CHECK_ARG(
-      context,
-      matrix.rows <= limits.max_tokens,
-      "plan: {} tokens are too many (max_tokens = {})",
-      matrix.rows,
-      limits.max_tokens
-  );
+  check_room(matrix.rows <= kMaxInt32 / limits.max_topk, [&] {
+    WEFT_CHECK_ARG(
+        context,
+        matrix.rows <= limits.max_tokens,
+        "plan: {} tokens are too many (max_tokens = {})",
+        matrix.rows,
+        limits.max_tokens
+    );
+  });
   if (routing.weights.is_given()) {
     check("weights", routing.weights, {DType::kFloat32}, {matrix.rows, matrix.cols});
   }

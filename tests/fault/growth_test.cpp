@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstdint>
 #include <optional>
+#include <sys/resource.h>
 #include <thread>
 #include <vector>
 
@@ -121,6 +122,35 @@ TEST(GrowthTest, RanksMayBeLostMeanwhile) {
     wanted[seed % 4] = 128 + SIGKILL;
     EXPECT_EQ(statuses, wanted) << "seed " << seed;
   }
+}
+
+// Rank 1 may have no file of a megabyte for a while, and memory that ranks share is one.
+TEST(GrowthTest, IsRefusedOnAllAndTriedAgainWhereOneHasNoMemoryForIt) {
+  const ExchangeSetup many = many_of(3);
+  const SurvivorRounds small(few_of(many), choices(1));
+  const SurvivorRounds large(many, choices(4));
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    Exchange exchange = shrinking(group, few_of(many));
+    std::string problem = small.run(exchange, 1);
+    const rlimit little = {.rlim_cur = 1 << 20, .rlim_max = RLIM_INFINITY};
+    if (group.rank() == 1) {
+      std::signal(SIGXFSZ, SIG_IGN);
+      ::setrlimit(RLIMIT_FSIZE, &little);
+    }
+    const std::string said = grow(exchange, 1 << 20, 4, false);
+    if (said.find("on rank 1") == std::string::npos) {
+      problem += "growth: " + said;
+    }
+    if (exchange.config().max_tokens != kFewTokens) {
+      problem += "it has the sizes that it was to have";
+    }
+    problem += small.run(exchange, 2);
+    const rlimit enough = {.rlim_cur = RLIM_INFINITY, .rlim_max = RLIM_INFINITY};
+    ::setrlimit(RLIMIT_FSIZE, &enough);
+    problem += grow(exchange, 300, 4, true);
+    return verdict(problem + large.run(exchange, 3));
+  });
+  EXPECT_EQ(statuses, std::vector<int>(3, 0));
 }
 
 TEST(GrowthTest, RefusesOnEveryRankWhatCannotBe) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/protocol/call_board.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -17,15 +18,18 @@ std::vector<CallWord> CallBoard::swap(
   return all;
 }
 
-void CallBoard::refuse(Op op, std::string_view reason) {
+void CallBoard::refuse(Op op, const Refusal& reason) {
   CallWord word;
   word.call = call_;
   word.op = op;
   word.is_refused = 1;
-  word.refusal = RefusalText(reason);
+  word.refusal = reason;
   const std::vector<CallWord> words(static_cast<size_t>(context_.num_ranks), word);
   post(words, {});
-  static_cast<void>(collect(word));
+  const std::vector<CallWord> all = collect(word);
+  if (reason.is_for_room != 0 && !is_outgrown_) {
+    compare(all);
+  }
 }
 
 void CallBoard::post(std::span<const CallWord> words, std::span<const std::byte> payload) {
@@ -97,6 +101,12 @@ std::vector<CallWord> CallBoard::collect(const CallWord& own) {
       std::memcpy(&words[rank], control_ + map_.call_offset(call_, rank), sizeof(CallWord));
     }
   }
+  const auto is_refused = [](const CallWord& word) { return word.is_refused != 0; };
+  is_outgrown_ = std::ranges::any_of(words, is_refused) &&
+                 std::ranges::all_of(words, [&](const CallWord& word) {
+                   const bool is_same = word.op == Op::kPlan && word.call == call_;
+                   return is_same && (!is_refused(word) || word.refusal.is_for_room != 0);
+                 });
   return words;
 }
 
@@ -119,8 +129,11 @@ void CallBoard::compare(std::span<const CallWord> words) const {
     require(other.call == own.call, [&] {
       return fmt::format("rank {} is in call {} (this is call {})", rank, other.call, own.call);
     });
+    if (own.is_refused != 0 && (other.is_refused == 0 || other.refusal.is_for_room != 0)) {
+      continue;
+    }
     require(other.is_refused == 0, [&] {
-      return fmt::format("rank {} refused the call: {}", rank, other.refusal.view());
+      return fmt::format("rank {} refused the call: {}", rank, other.refusal.text());
     });
     for (size_t i = 0; i < kSignatureWords; ++i) {
       const int64_t mine = own.signature.words[i];

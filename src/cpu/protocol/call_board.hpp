@@ -44,7 +44,7 @@ struct CallWord {
   Target weights;         // both, one float per route
   Target source_weights;  // combine with kSourceWeights, one float per route
   Target own_rows;        // combine: this rank's rows, for the receiver of the word to read itself
-  RefusalText refusal;
+  Refusal refusal;
 };
 
 class CallBoard {
@@ -78,7 +78,10 @@ class CallBoard {
   [[nodiscard]] uint64_t last_call() const { return call_; }
 
   // Number of the call that begins now, from 1.
-  uint64_t next_call() { return ++call_; }
+  uint64_t next_call() {
+    is_outgrown_ = false;
+    return ++call_;
+  }
 
   // Posts words[r] (and the payload) to each rank r and waits for theirs; returns them by rank,
   // this rank's own included. Throws if any rank refused, does another operation, or has another
@@ -90,8 +93,12 @@ class CallBoard {
   [[nodiscard]] std::span<const std::byte> payload(int rank) const;
 
   // Posts a refusal, waits for the others as swap() does, and returns; the caller throws its own
-  // error.
-  void refuse(Op op, std::string_view reason);
+  // error. If that is for want of room, it throws what else was wrong on others.
+  void refuse(Op op, const Refusal& reason);
+
+  // Whether all ranks have come to the last call, a plan, and those that refused it, some at least,
+  // did so for want of room.
+  [[nodiscard]] bool is_outgrown() const { return is_outgrown_; }
 
   // Ranks that have not begun the call that this one is in, ascending.
   [[nodiscard]] std::vector<int> late() const;
@@ -115,6 +122,7 @@ class CallBoard {
   IsLost is_lost_;
   uint64_t first_call_;  // before those that signals of this board count
   uint64_t call_;
+  bool is_outgrown_ = false;
   std::vector<std::byte> message_;
 };
 

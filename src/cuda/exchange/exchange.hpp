@@ -76,7 +76,8 @@ class CudaExchange final : public Executor {
   [[nodiscard]] bool is_open(const Plan& plan) const override {
     return open_ && &header_of(open_->plan) == &header_of(plan);
   }
-  bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
+  bool refuse(Op op, const Refusal& reason, const CallOptions& call) override;
+  [[nodiscard]] bool is_outgrown() const override;
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
@@ -213,7 +214,7 @@ class CudaExchange final : public Executor {
   // Once the stream has stopped.
   [[noreturn]] void break_off(ErrorCode code, std::string_view text, cudaStream_t stream);
   // Tells the peers of one call that this rank does not make. -> its number on the GPUs.
-  uint32_t refuse_one(Op op, std::string_view reason, cudaStream_t stream);
+  uint32_t refuse_one(Op op, const Refusal& reason, cudaStream_t stream);
   // Whether a plan that this rank has refused was a call of its own for the others, as their
   // handshakes say. False if they refused it, too.
   [[nodiscard]] bool do_peers_only_plan(uint32_t epoch) const;
@@ -357,7 +358,8 @@ class CudaExchange final : public Executor {
   // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
   std::vector<PeerRegion> retired_;
   Op running_op_ = Op::kNone;
-  bool is_launched_ = false;  // the running call has reached the GPU, so that peers hear of it
+  uint32_t refused_plan_ = 0;  // the last call, if it was a plan that was given up
+  bool is_launched_ = false;   // the running call has reached the GPU, so that peers hear of it
   // A call that has been sent and not received. The plan keeps its memory.
   struct OpenCall {
     Plan plan;
@@ -401,6 +403,7 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
   const cudaStream_t stream = stream_of(call);
   running_op_ = op;
   is_launched_ = false;
+  refused_plan_ = 0;
   if (losses_) {
     losses_->follow_caller();
   }
@@ -423,7 +426,7 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
       return launch(stream);
     } catch (const Error& error) {
       const bool counts = error.code() != ErrorCode::kRanksLost;
-      if (!is_launched_ && counts && !refuse(op, error.what(), call)) {
+      if (!is_launched_ && counts && !refuse(op, error, call)) {
         throw untold(error);
       }
       throw;

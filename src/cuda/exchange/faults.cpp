@@ -125,7 +125,7 @@ void CudaExchange::break_off(ErrorCode code, std::string_view text, cudaStream_t
   }
 }
 
-bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
+bool CudaExchange::refuse(Op op, const Refusal& reason, const CallOptions& call) {
   const CudaDeviceGuard guard(settings_.device.index);
   const cudaStream_t stream = stream_of(call);
   if (is_capturing(stream, context_)) {
@@ -137,6 +137,7 @@ bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& cal
   }
   receive_open(stream);
   const uint32_t number = refuse_one(op == Op::kPlanAndDispatch ? Op::kPlan : op, reason, stream);
+  refused_plan_ = op == Op::kPlan || op == Op::kPlanAndDispatch ? number : 0;
   // With a stream nobody waits for the plan: when the others hear that it was refused here, they
   // have dispatched already, unless one launch makes both.
   if (op == Op::kPlanAndDispatch && call.stream != nullptr && do_peers_only_plan(number)) {
@@ -145,7 +146,7 @@ bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& cal
   return true;
 }
 
-uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t stream) {
+uint32_t CudaExchange::refuse_one(Op op, const Refusal& reason, cudaStream_t stream) {
   // Behind the call before it, in whatever stream that is, the GPU knows the number of this one.
   WEFT_CUDA(context_, cudaStreamWaitEvent(stream, own_->last_call.get()));
   wait_for(stream);
@@ -154,6 +155,41 @@ uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t s
   launch_refusal(view_, op, stream);
   wait_for(stream);
   return number;
+}
+
+// Every rank that gives a plan up says on the board whether that is for want of room: its own, or
+// that of the rank which it has heard of.
+bool CudaExchange::is_outgrown() const {
+  if (broken_ || losses_ || refused_plan_ == 0) {
+    return false;
+  }
+  const CudaDeviceGuard guard(settings_.device.index);
+  const Deadline deadline(settings_.timeout);
+  const auto wait_until = [&](const auto& is_there) {
+    while (!is_there() && !deadline.has_passed()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  };
+  for (uint32_t peer = 0; peer < control_map_.num_ranks; ++peer) {
+    std::optional<Refusal> reason;
+    if (static_cast<int>(peer) != view_.rank) {
+      wait_until([&] { return survey_control(refused_plan_).words[peer] == refused_plan_; });
+      const auto word = read_gpu<DeviceHandshake>(
+          memory_->control().data + control_map_.word_offset(refused_plan_, peer)
+      );
+      if (word.op != Op::kPlan || word.stamp != view_.stamp) {
+        return false;
+      }
+    }
+    wait_until([&] {
+      reason = refusals_->reason(static_cast<int>(peer), refused_plan_);
+      return reason.has_value();
+    });
+    if (!reason || reason->is_for_room == 0) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // The handshakes of a call stay for two calls.
@@ -222,8 +258,10 @@ void CudaExchange::throw_fault(std::optional<cudaStream_t> stream) {
     record.peer = peer < 0 ? -1 : rank_names_[static_cast<size_t>(peer)];
   }
   ControlSurvey survey;
+  Refusal heard;
   if (record.kind == FaultKind::kRefused) {
-    survey.refusal = refusals_->reason(peer, record.epoch);
+    heard = refusals_->reason(peer, record.epoch).value_or(Refusal());
+    survey.refusal = heard.text();
   }
   const bool is_late = record.kind == FaultKind::kTimeout;
   const bool is_gone = record.kind == FaultKind::kGone;
@@ -246,6 +284,12 @@ void CudaExchange::throw_fault(std::optional<cudaStream_t> stream) {
   }
   // Nothing was harmed if all ranks gave the call up, and count it.
   if (is_mutual && clear_fault(record.epoch, stream)) {
+    if (record.op == Op::kPlan && !losses_) {
+      const bool is_too_many = record.kind == FaultKind::kTooMany && record.what <= kMaxTopk;
+      heard.is_for_room = is_too_many ? 1 : heard.is_for_room;
+      refusals_->post(record.epoch, heard);
+      refused_plan_ = record.epoch;
+    }
     raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, named, survey));
   }
   const bool is_of_peer = is_late && record.waiting_for < WaitFor::kGrid;

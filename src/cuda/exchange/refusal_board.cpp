@@ -5,7 +5,6 @@
 #include <atomic>
 #include <bit>
 
-#include "call/signature.hpp"
 #include "group/agree.hpp"
 #include "group/control_plane.hpp"
 
@@ -13,7 +12,7 @@ namespace weft {
 namespace {
 
 constexpr uint32_t kEntries = 8;
-constexpr size_t kWords = sizeof(RefusalText) / sizeof(uint64_t);
+constexpr size_t kWords = sizeof(Refusal) / sizeof(uint64_t);
 constexpr uint64_t kIsThere = uint64_t{1} << 32;  // no number of a call has that bit
 
 }  // namespace
@@ -43,8 +42,8 @@ RefusalBoard::Entry& RefusalBoard::entry(int rank, uint32_t call) const {
   return reinterpret_cast<Entry*>(data)[call % kEntries];
 }
 
-void RefusalBoard::post(uint32_t call, std::string_view reason) const {
-  const auto words = std::bit_cast<std::array<uint64_t, kWords>>(RefusalText(reason));
+void RefusalBoard::post(uint32_t call, const Refusal& reason) const {
+  const auto words = std::bit_cast<std::array<uint64_t, kWords>>(reason);
   Entry& own = entry(rank_, call);
   own.stamp.store(0, std::memory_order_relaxed);
   for (size_t i = 0; i < kWords; ++i) {
@@ -53,19 +52,19 @@ void RefusalBoard::post(uint32_t call, std::string_view reason) const {
   own.stamp.store(kIsThere | call, std::memory_order_release);
 }
 
-std::string RefusalBoard::reason(int rank, uint32_t call) const {
+std::optional<Refusal> RefusalBoard::reason(int rank, uint32_t call) const {
   const Entry& said = entry(rank, call);
   if (said.stamp.load(std::memory_order_acquire) != (kIsThere | call)) {
-    return {};
+    return std::nullopt;
   }
   std::array<uint64_t, kWords> words;
   for (size_t i = 0; i < kWords; ++i) {
     words[i] = said.words[i].load(std::memory_order_acquire);
   }
   if (said.stamp.load(std::memory_order_relaxed) != (kIsThere | call)) {
-    return {};
+    return std::nullopt;
   }
-  return std::string(std::bit_cast<RefusalText>(words).view());
+  return std::bit_cast<Refusal>(words);
 }
 
 std::atomic<uint64_t>& RefusalBoard::interrupt_of(int rank) const {

@@ -7,10 +7,9 @@
 #include <atomic>
 #include <cstdint>
 #include <optional>
-#include <string>
-#include <string_view>
 #include <vector>
 
+#include "call/signature.hpp"
 #include "group/shared_memory.hpp"
 #include "weft/group.hpp"
 
@@ -21,10 +20,10 @@ class RefusalBoard {
   // Collective. Throws the same Error on every rank if any cannot map the memory of another.
   explicit RefusalBoard(const Group& group);
 
-  // `call`: its number on the GPUs. A text replaces the one of eight calls before.
-  void post(uint32_t call, std::string_view reason) const;
-  // Empty if that rank has told no reason, as for what its GPU found, or if it is gone.
-  [[nodiscard]] std::string reason(int rank, uint32_t call) const;
+  // `call`: its number on the GPUs. It replaces what was said eight calls before.
+  void post(uint32_t call, const Refusal& reason) const;
+  // Nothing if that rank has said none, as yet for what its GPU found, or if it is gone.
+  [[nodiscard]] std::optional<Refusal> reason(int rank, uint32_t call) const;
   // This rank's caller has interrupted that call, and makes no other.
   void interrupt(uint32_t call) const;
   // The call that was interrupted on that rank, if one was.

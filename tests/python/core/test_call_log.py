@@ -97,6 +97,30 @@ def test_each_call_is_shown_with_what_it_was_given(ranks):
         assert re.match(r"combine\(plan=<Plan>, \w+=bfloat16\[\d, 128\]", told[10])
 
 
+class Full:
+    """A stream that cannot be written to, as on a full disk."""
+
+    def write(self, text):
+        raise OSError("No space left on device")
+
+
+def without_stderr(rank, num_ranks, group):
+    """A rank that cannot log makes its calls as the others do."""
+    exchange = weft.Exchange(group, hidden=16, num_experts=4)
+    buffer = Buffer(group)
+    idx = torch.zeros(3, 1).long()
+    for stderr in (None, Full()):
+        with logged(), contextlib.redirect_stderr(stderr if rank == 1 else io.StringIO()):
+            assert exchange.plan(idx).num_tokens == 3
+            assert buffer.get_dispatch_layout(idx, 4)[0].tolist() == [3, 0]
+            with pytest.raises(weft.InvalidArgument, match="rank 1 refused|x is a int"):
+                weft.dispatch(exchange.plan(idx), 3 if rank == 1 else torch.zeros(3, 16))
+
+
+def test_a_log_that_cannot_be_written_fails_no_call(ranks):
+    ranks(without_stderr, 2)
+
+
 def test_calls_of_threads_do_not_mix():
     with logged() as text:
         call_log.begin("one", 3, sys._getframe())

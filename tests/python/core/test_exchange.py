@@ -7,6 +7,8 @@ import torch
 import oracle
 import weft
 from oracle import HIDDEN, inputs
+from weft.compat.deep_ep import Buffer
+from weft.outputs import Beside
 
 
 def exact(rank, num_ranks, group, layout, dtype, tokens):
@@ -273,3 +275,78 @@ def subgroups(rank, num_ranks, group):
 
 def test_group_rank_decides_not_world_rank(ranks):
     ranks(subgroups, 4)
+
+
+def with_gaps(rank, num_ranks, group):
+    """Memory for results of which only a copy could be written is refused, on all ranks."""
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    x, idx, _ = inputs(rank, 6, 2, 4)
+    plan = ex.plan(idx)
+    rows, _, _ = weft.dispatch(plan, x)
+    want = weft.combine(plan, rows).x
+    columns, every_other = torch.zeros(6, 2 * HIDDEN)[:, :HIDDEN], torch.zeros(12, HIDDEN)[::2]
+    counts = torch.zeros(4, dtype=torch.int32)
+    strided = {"layout": "expert_strided", "expert_stride": 24, "blocks": True}
+    found = []
+    for call, whole, gaps in (
+        (lambda m: ex.combine(plan, rows, out=m), torch.zeros(6, HIDDEN), columns),
+        (lambda m: ex.combine(plan, rows, out=m), torch.zeros(6, HIDDEN), every_other),
+        (
+            lambda m: ex.plan_and_dispatch(idx, x, beside=Beside(count_sums=m), **strided),
+            counts[:2],
+            counts[::2],
+        ),
+    ):
+        with pytest.raises(weft.InvalidArgument) as refused:
+            call(gaps if rank == 1 else whole)
+        found.append(str(refused.value))
+        assert not gaps.any()
+    memory = torch.zeros(6, HIDDEN)
+    assert torch.equal(ex.combine(plan, rows, out=memory).x, want)
+    assert torch.equal(memory, want)
+    return found
+
+
+def test_memory_with_gaps_is_refused(ranks):
+    for texts in ranks(with_gaps, 2):
+        assert all("has gaps (contiguous memory is expected)" in text for text in texts)
+
+
+def other_defaults(rank, num_ranks, group, dtype, device):
+    """A program's default dtype and device change nothing."""
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    x, idx, weights = inputs(rank, 6, 2, 4)
+    blocks = torch.zeros(48, HIDDEN)
+
+    def calls():
+        leaf = x.clone().requires_grad_()
+        plan, (rows, row_weights, _) = weft.plan_and_dispatch(ex, idx, leaf, weights, balance=1)
+        out = weft.combine(plan, rows, row_weights)
+        out.x.sum().backward()
+        made = (plan.placement, plan.routes_per_expert, plan.rows_per_expert, plan.num_rows_used)
+        strided = ex.plan(idx, layout="expert_strided", expert_stride=24)
+        weft.combine(strided, blocks.clone().requires_grad_()).x.sum().backward()
+        return (*out, leaf.grad, *made, ex.renormalisation(idx, weights, plan))
+
+    def everything():
+        low = Buffer(group, low_latency_mode=True)
+        rows, counts, handle, *_ = low.low_latency_dispatch(x.bfloat16(), idx, 8, 4, use_fp8=False)
+        sums, *_ = low.low_latency_combine(rows, idx, weights, handle)
+        return (*calls(), counts, sums)
+
+    want = everything()
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        found = everything()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(usual)
+    for one, other in zip(found, want, strict=True):
+        assert one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("dtype", "device"), [(torch.float64, None), (torch.float16, "meta")])
+def test_defaults_of_a_program_change_nothing(ranks, dtype, device):
+    ranks(other_defaults, 2, dtype, device)

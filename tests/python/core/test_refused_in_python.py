@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What fails on one rank before its call has begun is told on all ranks, and shifts no call."""
 
+import gc
+import resource
+import signal
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import weft
 from oracle import HIDDEN, inputs
 from weft import ops, outputs
+from weft.compat.deep_ep import Buffer
 
 
 def caught(call):
@@ -94,14 +99,81 @@ def larger_for_others(rank, num_ranks, group):
     ):
         kind, text = caught(call)
         assert kind == "InvalidArgument" and (rank == 1 or "rank 1 refused the call" in text)
-    assert ex.max_tokens == 32
+    assert ex.max_tokens == 4  # there was another reason than size
     plan = ex.plan(idx)
+    assert ex.max_tokens == 32
     out = weft.combine(plan, weft.dispatch(plan, x).rows).x
     torch.testing.assert_close(out, x * (idx >= 0).sum(1, keepdim=True))
 
 
-def test_a_rank_refuses_while_the_others_grow(ranks):
+def test_a_rank_refuses_while_the_others_want_to_grow(ranks):
     ranks(larger_for_others, 2)
+
+
+def other_calls(rank, num_ranks, group, on_peer_loss):
+    """Rank 1 plans while the others make another call: all hear of it in that call, and torch's
+    process group is not used."""
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4, max_tokens=8, on_peer_loss=on_peer_loss)
+    x, idx, _ = inputs(rank, 6, 2, 4)
+    many = torch.zeros(20, 1, dtype=torch.int64)
+    plan = ex.plan(idx)
+    rows = weft.dispatch(plan, x).rows
+
+    def gather(*_):
+        raise AssertionError("a gather of the process group")
+
+    usual, ex.group.gather_numbers = ex.group.gather_numbers, gather
+    for call, name in (
+        (lambda: weft.dispatch(plan, x), "dispatch"),
+        (lambda: weft.combine(plan, rows), "combine"),
+    ):
+        for own in (
+            lambda: ex.plan(idx),
+            lambda: ex.plan(many),
+            lambda: weft.plan_and_dispatch(ex, many, many.float().repeat(1, HIDDEN)),
+        ):
+            kind, text = caught(own if rank == 1 else call)
+            assert kind == "InvalidArgument", text
+            assert rank == 1 or "rank 1 calls plan" in text
+            assert rank == 0 or f"rank 0 calls {name}" in text
+    ex.group.gather_numbers = usual
+    assert torch.equal(weft.dispatch(plan, x).rows, rows)
+    assert ex.plan(many if rank == 1 else many[:0]).num_tokens == (20 if rank == 1 else 0)
+    assert ex.max_tokens == 32
+
+
+def other_calls_of_buffers(rank, num_ranks, group):
+    """Rank 1 dispatches where rank 0 combines, also what needs another exchange or a larger one."""
+    buffer = Buffer(group)
+    x, idx, weights = inputs(rank, 6, 2, 4)
+    x = x.bfloat16()
+
+    def dispatch(x, idx, weights):
+        sizes = buffer.get_dispatch_layout(idx, 4)
+        layout = {"num_tokens_per_rank": sizes[0], "num_tokens_per_expert": sizes[2]}
+        return buffer.dispatch(
+            x, topk_idx=idx, topk_weights=weights, is_token_in_rank=sizes[3], **layout
+        )
+
+    rows, *_, handle, _ = dispatch(x, idx, weights)
+    want = buffer.combine(rows, handle)[0]
+    many = (x.repeat(1000, 1), idx.repeat(1000, 1), weights.repeat(1000, 1))
+    for given in ((x, idx, weights), (x.repeat(1, 2), idx, weights), many):
+        kind, text = caught(
+            lambda g=given: dispatch(*g) if rank == 1 else buffer.combine(rows, handle)
+        )
+        assert kind in ("InvalidArgument", "BadCall"), text
+        assert rank == 1 or "rank 1 calls plan" in text
+        assert torch.equal(buffer.combine(rows, handle)[0], want)
+
+
+def test_a_rank_dispatches_where_the_others_combine_by_a_buffer(ranks):
+    ranks(other_calls_of_buffers, 2)
+
+
+@pytest.mark.parametrize("on_peer_loss", ["fail", "shrink"])
+def test_a_rank_plans_where_the_others_make_another_call(ranks, on_peer_loss):
+    ranks(other_calls, 2, on_peer_loss)
 
 
 def short_of_memory(rank, num_ranks, group):
@@ -155,9 +227,80 @@ def test_a_backward_that_fails_on_one_rank(ranks):
     ranks(backward_alone, 2)
 
 
+def no_room_for_growth(rank, num_ranks, group, on_peer_loss):
+    """Rank 1 has no memory to grow for a while: the exchange stays as it was, and grows then."""
+    options = {"on_peer_loss": on_peer_loss, "timeout": 5}
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=2, max_tokens=4, **options)
+    few, many = (torch.zeros(tokens, 1, dtype=torch.int64) for tokens in (2, 20_000))
+    plan = ex.plan(few)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)  # memory that ranks share is a file
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
+    try:
+        with pytest.raises(weft.Error, match="on rank 1"):
+            ex.plan(many)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert (ex.max_tokens, ex.core.max_tokens) == (4, 4)
+    x = torch.ones(2, HIDDEN)
+    assert torch.equal(weft.combine(plan, weft.dispatch(plan, x).rows).x, x)
+    assert ex.plan(few).num_tokens == 2
+    assert ex.plan(many).num_tokens == 20_000
+
+
+@pytest.mark.parametrize("on_peer_loss", ["fail", "shrink"])
+def test_an_exchange_that_could_not_grow_grows_later(ranks, on_peer_loss):
+    ranks(no_room_for_growth, 2, on_peer_loss)
+
+
+def wrong_plans(rank, num_ranks, group):
+    """What rank 1 gives for a plan is none, or of another exchange."""
+    gc.collect()  # one exchange is alive then, the one that is meant
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    x, idx, _ = inputs(rank, 6, 2, 4)
+    plan = ex.plan(idx)
+    rows = weft.dispatch(plan, x).rows
+    found = []
+    for call in (
+        lambda: weft.dispatch(plan if rank == 0 else None, x),
+        lambda: weft.dispatch(plan if rank == 0 else ex, x),
+        lambda: weft.combine(*((plan, rows) if rank == 0 else (rows, plan))),
+        lambda: ex.combine(plan if rank == 0 else 3, rows),
+    ):
+        found.append(caught(call))
+        assert torch.equal(weft.dispatch(plan, x).rows, rows)
+    other = weft.Exchange(group, hidden=2 * HIDDEN, num_experts=4)
+    foreign = other.plan(idx)
+    for call in (
+        lambda: ex.dispatch(plan if rank == 0 else foreign, x),
+        lambda: weft.dispatch(plan if rank == 0 else None, x) if rank == 0 else ex.dispatch(0, x),
+    ):
+        found.append(caught(call))
+        assert torch.equal(weft.dispatch(plan, x).rows, rows)
+    return found
+
+
+def test_a_plan_that_is_none(ranks):
+    others, own = ranks(wrong_plans, 2)
+    assert all(kind == "InvalidArgument" for kind, _ in others + own)
+    assert all("rank 1 refused the call: " in text for _, text in others)
+    said = [text.split(": ", 1)[1] for _, text in own]
+    assert said[0].startswith("plan is a NoneType (expected what Exchange.plan returns)")
+    assert said[1].startswith("plan is a Exchange") and said[2].startswith("plan is a Tensor")
+    assert said[4].startswith(f"plan is of another exchange, for hidden = {2 * HIDDEN}")
+
+
 def construction(rank, num_ranks, group):
     found = []
-    for name, wrong in (("num_experts", "four"), ("device", "tape:3"), ("timeout", None)):
+    for name, wrong in (
+        ("num_experts", "four"),
+        ("device", "tape:3"),
+        ("timeout", None),
+        ("device", "meta"),
+        ("hidden", "64"),
+        ("hidden", 6),
+    ):
         given = {"hidden": HIDDEN, "num_experts": 4} | ({name: wrong} if rank == 1 else {})
         found.append(caught(lambda g=given: weft.Exchange(group, **g)))
     weft.Exchange(group, hidden=HIDDEN, num_experts=4)
@@ -166,9 +309,18 @@ def construction(rank, num_ranks, group):
 
 def test_wrong_settings_of_an_exchange(ranks):
     others, own = ranks(construction, 2)
-    assert [kind for kind, _ in own] == ["InvalidArgument", "RuntimeError", "InvalidArgument"]
+    kinds = ["RuntimeError" if at == 1 else "InvalidArgument" for at in range(len(own))]
+    assert [kind for kind, _ in own] == kinds
     for (kind, text), (_, own_text) in zip(others, own, strict=True):
         assert kind == "InvalidArgument" and f"rank 1 refused the call: {own_text[:40]}" in text
+    assert "device = 'meta' (expected cpu or cuda)" in own[3][1]
+    assert "hidden = '64' is a str (expected int)" in own[4][1]
+    assert "hidden = 6 (expected a multiple of" in own[5][1]
+
+
+def test_a_group_that_is_none():
+    with pytest.raises(weft.InvalidArgument, match="group = 3 is a int .expected a process group"):
+        weft.Exchange(3, hidden=HIDDEN, num_experts=4)
 
 
 AT_EXIT = """

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 
+#include "plan/build.hpp"
 #include "support/errors.hpp"
 #include "weft/group.hpp"
 
@@ -128,6 +129,41 @@ TEST(CallBoardTest, TellsEveryoneWhyARankRefused) {
         );
       }
       EXPECT_EQ(rank.swap(Op::kPlan, 1).size(), 3U);
+    }
+  });
+}
+
+// Ranks 0 and 1 refuse plans, for these reasons, and rank 2 makes this call.
+TEST(CallBoardTest, KnowsOnAllRanksWhetherThereWasNoRoomForAPlan) {
+  const Error error(ErrorCode::kInvalidArgument, "too many", 0, "");
+  const Refusal no_room = NoRoom(error);
+  const Refusal wrong = error;
+  struct Case {
+    std::optional<Refusal> first;
+    std::optional<Refusal> second;
+    Op third;
+    bool is_outgrown;
+  };
+  const Case cases[] = {
+      {no_room, std::nullopt, Op::kPlan, true},
+      {no_room, no_room, Op::kPlan, true},
+      {std::nullopt, std::nullopt, Op::kPlan, false},
+      {no_room, wrong, Op::kPlan, false},
+      {no_room, std::nullopt, Op::kCombine, false},
+      {std::nullopt, std::nullopt, Op::kCombine, false}};
+  run_threads(3, [&](const Group& group) {
+    BoardRank rank(group);
+    for (const Case& one : cases) {
+      const std::optional<Refusal> own[] = {one.first, one.second, std::nullopt};
+      static_cast<void>(thrown_by([&] {
+        if (const auto& refusal = own[group.rank()]) {
+          static_cast<void>(rank.board().next_call());
+          rank.board().refuse(Op::kPlan, *refusal);
+        } else {
+          static_cast<void>(rank.swap(group.rank() == 2 ? one.third : Op::kPlan, 0));
+        }
+      }));
+      EXPECT_EQ(rank.board().is_outgrown(), one.is_outgrown);
     }
   });
 }

@@ -24,7 +24,9 @@ from weft import (
     _core,
     ranges,
 )
-from weft.errors import BadCall, RanksLost
+from weft.arrivals import TIMEOUT as TIMEOUT
+from weft.arrivals import within
+from weft.errors import BadCall, RanksLost, reason_of
 from weft.run.calls import count
 from weft.streams import CommStream
 
@@ -32,7 +34,6 @@ from .checks import MAX_TOPK, check
 from .layout import Hosts
 from .steps import Steps
 
-TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are used to
 MIN_TOKENS, MIN_TOPK = 4096, 8  # that an exchange starts with room for
 
 Key = tuple[int, int, torch.device]  # of an exchange: hidden size, number of experts, device
@@ -101,7 +102,7 @@ class ExchangePool:
             if callable(max_topk) or old.max_topk >= max_topk:
                 return old
         hidden, num_experts, device = key
-        with self._lock:
+        with self._lock, within(self._timeout):
             old = self._exchanges.get(kind)
             if old is not None and callable(max_topk):
                 max_topk = old.max_topk
@@ -321,7 +322,7 @@ class Call:
                 if self._pool is not None:
                     self._pool.last = self.exchange
                 return
-            reason = f"{self._name}: {problem}"
+            reason = f"{self._name}: {reason_of(problem)}"
             if self._verb is not None and _core.num_told() == self._begun:
                 try:
                     self._pool.refuse(self.exchange, self._verb, reason, self.plan, **self.options)
