@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "exchange_py.hpp"
+#include "plan/plan_data.hpp"
 #include "torch_tensor.hpp"
 #include "weft/plan.hpp"
 
@@ -81,6 +82,13 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("from_map", &Plan::from_map)
       .def_prop_ro("num_rows", &Plan::num_rows)
       .def_prop_ro("required_rows", &Plan::required_rows)
+      .def_prop_ro(
+          "may_have_slack",
+          [](const Plan& p) {
+            const PlanOptions& options = contents_of(p).shape.options;
+            return options.layout == Layout::kExpertStrided || options.row_budget.has_value();
+          }
+      )
       .def_prop_ro("overflow", &Plan::overflow)
       .def_prop_ro("row_weight_cols", &Plan::row_weight_cols)
       .def_prop_ro("rows_per_expert", &ints_of<&Plan::rows_per_expert>)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from weft.exchange import Exchange
+from weft.exchange import Exchange, plan_given
 from weft.outputs import Combined, Dispatched, Plan
 
 
@@ -41,6 +42,10 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_x, grad_weights):  # noqa: ANN001, ANN205
         shape = (ctx.plan.num_tokens, ctx.plan.weight_cols)
         rows, row_weights, _ = _undo(ctx, dispatch, grad_x, grad_weights, shape)
+        # Rows behind those in use have no part in the sums.
+        rows = ctx.plan.without_slack(rows)
+        if row_weights is not None:
+            row_weights = ctx.plan.without_slack(row_weights)
         return None, rows, row_weights, None, None
 
 
@@ -66,6 +71,28 @@ def has_gradient(first: Any, second: Any) -> bool:
     """Whether autograd must know of the call; telling it costs more than the call itself."""
     is_wanted = getattr(first, "requires_grad", False) or getattr(second, "requires_grad", False)
     return is_wanted and torch.is_grad_enabled()
+
+
+def _problem(moved: tuple[Any, ...], others: dict[str, Any]) -> str | None:
+    """Why a call lacks derivatives that are asked for: it has those of a backward, of `moved`, and
+    none of the others, by name."""
+    for name, tensor in others.items():
+        if has_gradient(tensor, None):
+            return f"{name} has no gradient (give it detached)"
+    if forward_ad._current_level >= 0:
+        tensors = [one for one in (*moved, *others.values()) if isinstance(one, Tensor)]
+        if any(forward_ad.unpack_dual(one).tangent is not None for one in tensors):
+            return "there are no tangents of forward mode (backward has gradients)"
+    return None
+
+
+def _refuse_if(
+    problem: str | None, verb: str, exchange: Exchange, plan: Plan | None = None, **choices: Any
+) -> None:
+    """Raises NotImplementedError here, and the same on all ranks."""
+    if problem is not None:
+        exchange.refuse(verb, f"{verb}: {problem}", plan, **choices)
+        raise NotImplementedError(f"{verb}: {problem}")
 
 
 def plan(exchange: Exchange, topk_idx: Tensor | None = None, *args: Any, **options: Any) -> Plan:
@@ -100,6 +127,10 @@ def dispatch(
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
 
+    plan = plan_given("dispatch", plan, x)
+    others = {"scales": scales, "global_scale": options.get("global_scale")}
+    _refuse_if(_problem((x, weights), others), "dispatch", plan.exchange, plan)
+
     def call() -> tuple[Plan, Dispatched]:
         out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **options)
         return plan, out
@@ -123,6 +154,9 @@ def plan_and_dispatch(
     where the number is given and tokens are few, both are one launch. choices: those of
     `Exchange.plan_and_dispatch`, which says when. Raises what the two raise.
     """
+
+    others = {"scales": scales, "global_scale": choices.get("global_scale")}
+    _refuse_if(_problem((x, weights), others), "plan_and_dispatch", exchange, **choices)
 
     def call() -> tuple[Plan, Dispatched]:
         return exchange.plan_and_dispatch(topk_idx, x, weights, scales, **choices)
@@ -148,7 +182,8 @@ def combine(
 
     rows [plan.num_rows, hidden] bf16, fp16 or fp32. row_weights fp32 like those of `dispatch`,
     usually gradients. scale "plan": each row times its route's weight in the plan; "source": times
-    source_weights fp32 [T, K] (not with rank_major); neither has gradients. wire: what bf16 rows,
+    source_weights fp32 [T, K] (not with rank_major); neither has gradients, which raises
+    NotImplementedError where one is asked for. wire: what bf16 rows,
     of a hidden size that is a multiple of 128, travel as: "fp8" takes about half the bytes,
     "logfmt10" two thirds; with what errors, docs/wire.md says. The backward is a dispatch and stays
     exact. num_sms and copy_engines: see `dispatch`.
@@ -157,12 +192,18 @@ def combine(
     without routes. weights fp32 [T, K] or [T, E].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
-    if scale == "none" and has_gradient(rows, row_weights):
+    plan = plan_given("combine", plan, rows)
+    others = {"source_weights": source_weights, "out": options.get("out")}
+    has_wish = has_gradient(rows, row_weights)
+    problem = _problem((rows, row_weights), others)
+    wants_weights = scale == "plan" and plan.wants_weight_gradient and torch.is_grad_enabled()
+    if scale != "none" and (has_wish or wants_weights):
+        problem = f"scale = '{scale}' has no gradient (multiply the rows by their weights)"
+    elif has_wish and others["out"] is not None:
+        problem = "what is written to out has no gradient (leave it out)"
+    _refuse_if(problem, "combine", plan.exchange, plan)
+    if has_wish:
         return Combined(*_Combine.apply(plan, rows, row_weights, wire, options))
-    if scale != "none" and has_gradient(rows, None):
-        problem = f"combine: scale = '{scale}' has no gradient (multiply the rows by their weights)"
-        plan.exchange.refuse("combine", problem, plan)
-        raise NotImplementedError(problem)
     return plan.exchange.combine(
         plan, rows, row_weights, scale=scale, source_weights=source_weights, wire=wire, **options
     )

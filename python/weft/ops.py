@@ -104,7 +104,7 @@ def _plan_and_dispatch(
 def _(x, topk_idx, weights, exchange, *options):  # noqa: ANN001, ANN202
     num_places = _exchange(exchange).num_local_experts + options[-3]
     counts = topk_idx.new_empty((num_places,), dtype=torch.int64)
-    return torch.empty((1,), dtype=torch.int64), counts
+    return torch.empty((1,), dtype=torch.int64, device="cpu"), counts
 
 
 def _balance_of(replicas: int, balancing: list[int], experts: list[int]) -> Balancing | Placement:
@@ -112,7 +112,7 @@ def _balance_of(replicas: int, balancing: list[int], experts: list[int]) -> Bala
     the experts of a placement, or none."""
     if not experts:
         return Balancing(replicas, *balancing)
-    placement = torch.tensor(experts, dtype=torch.int32).view(-1, replicas)
+    placement = torch.tensor(experts, dtype=torch.int32, device="cpu").view(-1, replicas)
     return Placement(placement, block_rows=balancing[1])
 
 
@@ -123,7 +123,7 @@ def _placement(ticket: Tensor, num_ranks: int, replicas: int) -> Tensor:
 
 @_placement.register_fake
 def _(ticket, num_ranks, replicas):  # noqa: ANN001, ANN202
-    return torch.empty((num_ranks, replicas), dtype=torch.int32)
+    return torch.empty((num_ranks, replicas), dtype=torch.int32, device="cpu")
 
 
 # An operator with effects cannot say how large its outputs are, so that another one does.
@@ -167,6 +167,9 @@ def _move(
     plan = plan_of(ticket)
     call = plan.exchange.dispatch if to_experts else plan.exchange.combine
     moved, moved_weights, *_ = call(plan, rows, weights)
+    if to_experts:  # it is the gradient of a combine
+        moved = plan.without_slack(moved)
+        moved_weights = None if moved_weights is None else plan.without_slack(moved_weights)
     return moved, rows.new_empty(0) if moved_weights is None else moved_weights
 
 

@@ -148,7 +148,7 @@ class _Way(NamedTuple):
             num_permuted_tokens=self.num_rows,
             **_fused_argument("fuse_permute_dispatch", self.fused),
         )
-        return rows
+        return self.handle.plan.without_slack(rows)
 
 
 def _dispatched(

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import weft
@@ -220,3 +221,92 @@ def default_type(rank, num_ranks, group):
 
 def test_backward_under_another_default_type(ranks):
     ranks(default_type, 2)
+
+
+def slack(rank, num_ranks, group, options):
+    """Rows behind those in use have no part in the sums, whatever lies there."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=1)
+    many, few = (torch.zeros(tokens, 1, dtype=torch.int64) for tokens in (32, 5))
+    full, plan = exchange.plan(many, **options), exchange.plan(few, **options)
+    nan = torch.full((32, HIDDEN), float("nan"))
+    for _ in range(3):
+        weft.dispatch(full, nan, nan[:, :1])  # is left in memory that is used again
+        rows = torch.zeros(32, HIDDEN, requires_grad=True)
+        weights = torch.zeros(32, 1, requires_grad=True)
+        out = weft.combine(plan, rows, weights)
+        (out.x.sum() + out.weights.sum()).backward()
+        used = (torch.arange(32) < 5).float().unsqueeze(1)
+        assert torch.equal(rows.grad, used.expand(32, HIDDEN))
+        assert torch.equal(weights.grad, used)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"row_budget": 32},
+        {"layout": "rank_major", "row_budget": 32},
+        {"layout": "expert_strided", "expert_stride": 32},
+    ],
+)
+def test_slack_has_no_gradient(ranks, options):
+    ranks(slack, 1, options)
+
+
+def without_derivatives(rank, num_ranks, group):
+    """What has no derivative is refused, on all ranks, and not silently left out."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
+    x, idx, weights = layer_inputs(rank, num_ranks, 6)
+    router = weights.clone().requires_grad_()
+    plan, weighed = exchange.plan(idx), exchange.plan(idx, router)
+    rows = weft.dispatch(plan, x).rows
+    other = rows.clone().requires_grad_()
+    one = torch.ones(1, requires_grad=True)
+    found = []
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        for call in (
+            lambda: weft.dispatch(plan, dual if rank == 1 else x),
+            lambda: weft.plan_and_dispatch(exchange, idx, dual if rank == 1 else x),
+            lambda: weft.combine(plan, forward_ad.make_dual(rows, rows) if rank == 1 else rows),
+            lambda: weft.combine(plan, rows, scale="source", source_weights=router),
+            lambda: weft.combine(weighed, rows, scale="plan"),
+            lambda: weft.combine(plan, other, out=torch.empty_like(x)),
+            lambda: weft.dispatch(plan, x.bfloat16(), quantise="nvfp4", global_scale=one),
+        ):
+            with pytest.raises((NotImplementedError, weft.InvalidArgument)) as refused:
+                call()
+            found.append(str(refused.value))
+            assert torch.equal(weft.dispatch(plan, x).rows, rows)
+    with torch.no_grad():
+        weft.combine(weighed, rows, scale="plan")
+    return found
+
+
+def test_what_has_no_derivative_is_refused_on_all_ranks(ranks):
+    for texts in ranks(without_derivatives, 2):
+        assert all("no tangents of forward mode" in text for text in texts[:3])
+        assert all("has no gradient" in text for text in texts[3:])
+
+
+def written(rank, num_ranks, group):
+    """Autograd knows what calls write to, and refuses a backward that has kept it."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
+    x, idx, _ = layer_inputs(rank, num_ranks, 6)
+    plan = exchange.plan(idx)
+    rows = weft.dispatch(plan, x).rows
+    memory, sums = torch.ones_like(x), torch.zeros(num_ranks, dtype=torch.int64)
+    factor = torch.ones_like(x, requires_grad=True)
+    product = (factor * memory).sum()
+    exchange.combine(plan, rows, out=memory)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    before = sums._version
+    with exchange.waits_added(sums):
+        exchange.plan(idx)
+    assert sums._version > before
+    with torch.inference_mode():
+        exchange.combine(plan, rows, out=torch.ones_like(x))  # has no version
+
+
+def test_memory_that_calls_write_to_has_another_version(ranks):
+    ranks(written, 2)
