@@ -277,7 +277,7 @@ class Exchange {
   // what it waited for rows only when it has ended.
   void add_waits(const Tensor& sums, int64_t times, void* stream = nullptr);
 
-  // Local. [rows, cols], contents undefined.
+  // Local. [rows, cols], contents undefined. On a GPU any thread may ask for it during a call.
   [[nodiscard]] Buffer allocate(int64_t rows, int64_t cols, DType dtype);
   // Gives unused pool memory back to the system. On a GPU while no rank runs or begins a call.
   void release_pooled();
@@ -285,6 +285,8 @@ class Exchange {
   [[nodiscard]] int rank() const;
   [[nodiscard]] int num_ranks() const;
   [[nodiscard]] const ExchangeConfig& config() const;  // with "auto" and 0 resolved
+  // Also during a call, by its thread where that waits (core/interrupt.hpp); so report(),
+  // is_open().
   [[nodiscard]] ExchangeStats stats() const;
   [[nodiscard]] Footprint footprint() const;
 

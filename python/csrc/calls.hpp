@@ -3,8 +3,18 @@
 // can interrupt.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <mutex>
+#include <optional>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "bind.hpp"
 #include "core/interrupt.hpp"
@@ -33,7 +43,8 @@ inline bool has_signal() {
 }
 
 // What Python's Exchange holds. Calls run without the interpreter's lock and one at a time: forward
-// and backward may come from different threads.
+// and backward may come from different threads. Nobody waits for a call with the interpreter's lock
+// held, which that call needs now and then.
 class Calls {
  public:
   Calls(const Group& group, const ExchangeConfig& config) : exchange_(group, config) {}
@@ -42,9 +53,11 @@ class Calls {
 
   template <class Body>
   auto locked(const Body& body) {
-    const InterruptScope scope(is_main_thread() ? &has_signal : nullptr);
+    const InterruptScope scope(is_main_thread() ? &is_interrupted : &is_asked);
     const nb::gil_scoped_release no_gil;
-    return locked_here(body);
+    const std::scoped_lock lock(mutex_);
+    const Within within(this);
+    return body(exchange_);
   }
 
   // For a call that all ranks make.
@@ -54,21 +67,110 @@ class Calls {
     return locked(body);
   }
 
+  // For what is local and changes nothing. While another thread waits in a call, that thread
+  // answers: a rank can tell for whom it waits.
+  template <class Body>
+  auto asked(const Body& body) {
+    using Answer = std::invoke_result_t<Body, Exchange&>;
+    std::optional<Answer> answer;
+    std::exception_ptr problem;
+    const std::function<void()> ask = [&] {
+      try {
+        answer.emplace(body(exchange_));
+      } catch (...) {
+        problem = std::current_exception();
+      }
+    };
+    const nb::gil_scoped_release no_gil;
+    for (Question question(*this, ask); !question.is_answered();) {
+      if (const std::unique_lock lock(mutex_, std::try_to_lock); lock) {
+        answer_all();
+      } else {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }
+    if (problem) {
+      std::rethrow_exception(problem);
+    }
+    return *std::move(answer);
+  }
+
+  // A segment for torch's allocator, which holds a lock of its own meanwhile: this takes none that
+  // a call has, as on_loss may allocate. On a GPU.
+  [[nodiscard]] Buffer segment(int64_t rows, int64_t cols) {
+    return exchange_.allocate(rows, cols, DType::kByte);
+  }
+
   // What the last plan took that told the number of its rows, for the memory of the next; -1
   // before.
   int64_t last_rows = -1;
   // How many more the next may need: none while their number stays.
   int64_t spare_rows = 0;
 
-  // For a thread that does not hold the interpreter's lock, or keeps it.
-  template <class Body>
-  auto locked_here(const Body& body) {
-    const std::scoped_lock lock(mutex_);
-    return body(exchange_);
+ private:
+  // In the list as long as it lives.
+  class Question {
+   public:
+    Question(Calls& calls, const std::function<void()>& ask) : calls_(calls), ask_(ask) {
+      const std::scoped_lock lock(calls_.questions_mutex_);
+      calls_.questions_.push_back(this);
+      ++calls_.num_questions_;
+    }
+    ~Question() {
+      const std::scoped_lock lock(calls_.questions_mutex_);
+      std::erase(calls_.questions_, this);
+    }
+    Question(const Question&) = delete;
+    Question& operator=(const Question&) = delete;
+    [[nodiscard]] bool is_answered() const { return is_answered_; }
+    void answer() {
+      if (!is_answered_) {
+        ask_();
+        is_answered_ = true;
+      }
+    }
+
+   private:
+    Calls& calls_;
+    const std::function<void()>& ask_;
+    std::atomic<bool> is_answered_ = false;
+  };
+
+  // The call that this thread is in.
+  class Within {
+   public:
+    explicit Within(Calls* calls) : outer_(std::exchange(current, calls)) {}
+    ~Within() { current = outer_; }
+    Within(const Within&) = delete;
+    Within& operator=(const Within&) = delete;
+    static inline thread_local Calls* current = nullptr;
+
+   private:
+    Calls* outer_;
+  };
+
+  // What a call asks while it waits (core/interrupt.hpp).
+  static bool is_asked() {
+    if (Within::current != nullptr && Within::current->num_questions_ > 0) {
+      Within::current->answer_all();
+    }
+    return false;
+  }
+  static bool is_interrupted() { return is_asked() || has_signal(); }
+
+  // With mutex_ held. An answer that waits, for a GPU, is no time for others.
+  void answer_all() {
+    const std::scoped_lock lock(questions_mutex_);
+    if (num_questions_ > 0) {
+      num_questions_ = 0;
+      std::ranges::for_each(questions_, &Question::answer);
+    }
   }
 
- private:
   std::recursive_mutex mutex_;  // ExchangeConfig::on_loss may ask for the report
+  std::mutex questions_mutex_;
+  std::vector<Question*> questions_;
+  std::atomic<int> num_questions_ = 0;
   Exchange exchange_;
 };
 

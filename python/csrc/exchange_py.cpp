@@ -261,7 +261,7 @@ void receive(Calls& calls, const Plan& plan, const Options& options) {
 }
 
 bool is_open(Calls& calls, const Plan& plan) {
-  return calls.locked_here([&](Exchange& exchange) { return exchange.is_open(plan); });
+  return calls.asked([&](Exchange& exchange) { return exchange.is_open(plan); });
 }
 
 }  // namespace
@@ -351,7 +351,7 @@ void add_waits(Calls& calls, nb::handle sums, int64_t times, uintptr_t stream) {
 }
 
 nb::dict stats(Calls& calls) {
-  const ExchangeStats found = calls.locked([](Exchange& exchange) { return exchange.stats(); });
+  const ExchangeStats found = calls.asked([](Exchange& exchange) { return exchange.stats(); });
   nb::dict all;
   all["num_plans"] = found.num_plans;
   all["num_dispatches"] = found.num_dispatches;

@@ -72,9 +72,7 @@ __attribute__((visibility("default"))) void* weft_pool_malloc(
     return nullptr;
   }
   try {
-    Buffer buffer = giver->locked_here([&](Exchange& exchange) {
-      return exchange.allocate((bytes + kRow - 1) / kRow, kRow, DType::kByte);
-    });
+    Buffer buffer = giver->segment((bytes + kRow - 1) / kRow, kRow);
     void* data = buffer.tensor().data;
     Segments& segments = Segments::all();
     const std::scoped_lock lock(segments.mutex);

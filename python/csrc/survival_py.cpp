@@ -32,7 +32,7 @@ void set_on_loss(ExchangeConfig& config, nb::callable function) {
 }
 
 nb::tuple report(Calls& calls) {
-  return tuple_of(calls.locked([](Exchange& exchange) { return exchange.report(); }));
+  return tuple_of(calls.asked([](Exchange& exchange) { return exchange.report(); }));
 }
 
 void mask(Calls& calls, const std::vector<int>& ranks) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "call/validate.hpp"
+#include "core/check.hpp"
 #include "cuda/exchange/readmission.hpp"
 #include "group/control_plane.hpp"
 #include "group/invitation.hpp"
@@ -105,6 +106,7 @@ LossWatch::Kernels SurvivingHosts::kernels() {
 void SurvivingHosts::connect(const Group& group, const Meeting& who) {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
+  const std::lock_guard lock(memory_mutex_);
   if (now_) {
     add(before_, now_->stats());
     old_plans_.push_back(now_->network().id());
@@ -430,6 +432,18 @@ void SurvivingHosts::readmit(std::span<const int> ranks) {
 // Waits of the exchanges before are counted in stats() alone.
 void SurvivingHosts::add_waits(int64_t* sums, int64_t times, const CallOptions& call) {
   now().add_waits(sums, times, call);
+}
+
+// Any thread, which asks nothing of the watch: that may be about to replace the exchange.
+Buffer SurvivingHosts::allocate(const Tensor& shape) {
+  const std::lock_guard lock(memory_mutex_);
+  WEFT_CHECK(
+      context_,
+      now_ != nullptr,
+      ErrorCode::kNotAvailable,
+      "allocate: ranks were lost, and those that are left have not met again"
+  );
+  return now_->allocate(shape);
 }
 
 ExchangeStats SurvivingHosts::stats() const {

@@ -9,6 +9,7 @@
 #include <deque>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -53,7 +54,7 @@ class SurvivingHosts final : public Executor {
   bool grow(int64_t max_tokens, int max_topk) override;
   void add_waits(int64_t* sums, int64_t times, const CallOptions& call) override;
   void set_num_senders(int count) override { now().set_num_senders(count); }
-  [[nodiscard]] Buffer allocate(const Tensor& shape) override { return now().allocate(shape); }
+  [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override { now().release_pooled(); }
   [[nodiscard]] const Context& context() const override { return context_; }
   [[nodiscard]] const ExchangeConfig& config() const override { return settings_; }
@@ -104,6 +105,7 @@ class SurvivingHosts final : public Executor {
   std::vector<std::vector<int>> domains_;
   std::string network_name_;            // the transport between domains, as asked for
   std::unique_ptr<HostsExchange> now_;  // null: it could not be made
+  std::mutex memory_mutex_;             // guards now_ between who replaces it and allocate()
   // The calls of this rank, by all of these exchanges; void ones, and one for each change of the
   // members, count.
   uint64_t last_call_ = 0;

@@ -329,7 +329,9 @@ void CudaExchange::release_pooled() {
 
 ExchangeStats CudaExchange::stats() const {
   const CudaDeviceGuard guard(settings_.device.index);
-  const auto now = read_gpu<LocalState>(own_->local.get());
+  // Not behind a call that waits for others.
+  const auto now =
+      read_gpu<LocalState>(own_->local.get(), short_work_stream(settings_.device.index));
   ExchangeStats stats = counters_;
   for (int peer = 0; peer < view_.num_ranks; ++peer) {
     stats.wait_seconds.push_back(static_cast<double>(now.wait_ns[peer]) * 1e-9);

@@ -357,6 +357,7 @@ void PeerRegions::wait_until(std::chrono::milliseconds at_most, const Done& done
 
 bool PeerRegions::wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
     const {
+  const std::shared_lock boards(boards_mutex_);
   Reach now = Reach::kNotYet;
   wait_until(at_most, [&] { return (now = reach(region)) != Reach::kNotYet; });
   return now == Reach::kAll;

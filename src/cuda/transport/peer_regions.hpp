@@ -242,8 +242,8 @@ class PeerRegions {
   uint32_t strays_ = 0;  // bits of ranks that were lost with memory of others mapped
   PeerRegion control_;
 
-  std::shared_mutex boards_mutex_;  // who meets again replaces transport_ and boards_
-  mutable std::mutex mutex_;        // guards slots_ and live_
+  mutable std::shared_mutex boards_mutex_;  // who meets again replaces transport_ and boards_
+  mutable std::mutex mutex_;                // guards slots_ and live_
   std::array<Slot, kMaxPeerRegions> slots_;
   std::vector<PeerRegion> live_;  // ascending address
 

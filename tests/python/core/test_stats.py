@@ -5,7 +5,10 @@ import gc
 import re
 import sys
 import threading
+import time
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -57,6 +60,40 @@ def told(rank, num_ranks, _group):
 
 def test_stats_are_of_all_exchanges_that_there_have_been(ranks):
     ranks(told, 2)
+
+
+def asked_meanwhile(rank, num_ranks, group, file, on_peer_loss):
+    exchange = weft.Exchange(
+        group, hidden=8, num_experts=num_ranks, timeout=15, on_peer_loss=on_peer_loss
+    )
+    plan = exchange.plan(torch.tensor([[0, 1]]))
+    if rank == 1:  # late until the other has its answers
+        deadline = time.monotonic() + 10
+        while not Path(file).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert Path(file).exists()
+        calls(exchange, 1)
+        return
+    before = exchange.stats()["wait_seconds"][1]
+
+    def ask():
+        while exchange.stats()["wait_seconds"][1] == before:  # the call waits by now
+            pass
+        assert exchange.report().alive == [0, 1] and not exchange.is_open(plan)
+        assert any(one["rank"] == 0 for one in weft.stats()["groups"])
+        assert "weft_wait_seconds_total" in weft.prometheus()
+        Path(file).touch()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    calls(exchange, 1)
+    thread.join()
+    assert numbers(exchange.stats()) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("on_peer_loss", ["fail", "shrink"])
+def test_a_rank_that_waits_in_a_call_answers_other_threads(ranks, tmp_path, on_peer_loss):
+    ranks(asked_meanwhile, 2, str(tmp_path / "answered"), on_peer_loss)
 
 
 def text(_rank, num_ranks, group):

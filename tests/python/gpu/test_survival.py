@@ -3,6 +3,8 @@
 
 import os
 import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from call_cases import domains_of
 
 import weft
+from weft import _core
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -88,6 +91,47 @@ def lives_on(rank, num_ranks, group, is_replayed, per_domain):
         left = left.sum(1, keepdim=True)
         assert torch.allclose(factor * left, weights.sum(1, keepdim=True).where(left != 0, left))
         assert torch.equal(factor, ex.renormalisation(idx, weights, ex.plan(idx)))
+
+
+def allocates(rank, num_ranks, group):
+    """Who is told of a loss takes memory of torch, while another thread takes some of the exchange,
+    for which torch holds a lock."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    is_told, taken = threading.Event(), []
+
+    def hear(_):
+        is_told.set()
+        time.sleep(0.5)  # the other thread is in torch's allocator by now
+        taken.append(torch.ones(1 << 20, device=device))
+
+    ex = exchange_of(group, num_ranks, device, hear)
+    x, idx = inputs_of(rank, num_ranks, device)
+    assert torch.equal(sums_of(ex, x, idx), x * TOPK)
+    ex._pool_of(ex.core)
+
+    def allocate():
+        is_told.wait()
+        _core.give_segments(ex.core)
+        with torch.cuda.use_mem_pool(ex._pool._pool, device):
+            taken.append(torch.ones(64 << 20, device=device))
+        _core.give_segments(None)
+
+    dist.barrier(group)
+    if rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    thread = threading.Thread(target=allocate, daemon=True)
+    thread.start()
+    with pytest.raises(weft.RanksLost):
+        while True:
+            sums_of(ex, x, idx)
+            torch.cuda.synchronize(device)
+            ex.check()
+    thread.join()
+    assert len(taken) == 2
+
+
+def test_memory_is_taken_where_a_loss_is_told(ranks):
+    ranks(allocates, 3, dying=(VICTIM,))
 
 
 _kept = {}  # exchanges of this process, from one call of a test to the next
