@@ -2,7 +2,14 @@
 """How some of the ranks meet: by a store of torch.distributed, without a process group, or within a
 process group or a communicator of mpi4py."""
 
+from __future__ import annotations
+
 import contextlib
+import hashlib
+import itertools
+import json
+import os
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,8 +23,8 @@ from weft.compat.deep_ep.checks import NotInWeft
 from weft.compat.deep_ep.runtime import MpiGroup
 from weft.errors import InvalidArgument, TimeoutError
 
+_LIFE = secrets.token_hex(8)  # of this process: numbers of processes come again
 _PATIENCE = 300  # seconds for all ranks to come, as callers of this interface are used to
-_GOOD, _REFUSED = b"+", b"-"
 
 
 class Absent(TimeoutError):
@@ -27,17 +34,19 @@ class Absent(TimeoutError):
 
 
 class StoreRanks:
-    """What `MpiGroup` of deep_ep asks of an mpi4py communicator, over a store.
+    """One meeting of ranks in a store: what `MpiGroup` of deep_ep asks of an mpi4py communicator.
 
-    All of the ranks make as many of them for a purpose, in the same order.
+    A process that is killed leaves its words in the store, and the next one in its place comes to
+    the others' meeting all the same. So nothing is counted: a roster, which all change and read,
+    has a token of each rank, made anew for each meeting, and the tokens by which it knows all of
+    them. Once all know the same, these name the meeting, and all later words are below that name.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: tuple[int, ...], purpose: str) -> None:
         """ranks: those that meet, ascending."""
         self._store, self._rank, self._ranks = store, rank, ranks
-        name = f"weft/nixl_ep/{purpose}/{','.join(map(str, ranks))}"
-        self._counter = f"{name}/{rank}"  # of those that this rank has made
-        self._prefix = f"{name}/{store.add(self._counter, 1)}"
+        self._roster = f"weft/nixl_ep/{purpose}/{','.join(map(str, ranks))}"
+        self._prefix = ""  # of the words of this meeting
         self._round = 0
 
     def Get_rank(self) -> int:
@@ -48,8 +57,7 @@ class StoreRanks:
 
     def allgather(self, block: bytes, patience: float | None = None) -> list[bytes]:
         """Collective: the blocks of all ranks, by rank. Raises Absent after `patience` seconds."""
-        self._tell(_GOOD + block)
-        return self._hear("all_gather", patience=patience)
+        return self._swap("all_gather", block, patience)
 
     def agreed(self, what: str, make: Callable[[], None], equal: str) -> None:
         """Collective: make(). If it raises on a rank, all others raise InvalidArgument; so do all
@@ -57,51 +65,122 @@ class StoreRanks:
         try:
             make()
         except Exception as error:
-            self._tell(_REFUSED + (str(error) or "?").encode())
+            self._refuse(str(error) or "?")
             raise
-        self._tell(_GOOD + equal.encode())
-        self._hear(what, equal.encode())
+        for rank, told in zip(self._ranks, self._swap(what, equal.encode())):
+            if told != equal.encode():
+                _refuse_unequal(what, rank, told.decode(), self._rank, equal)
 
-    def _key(self, number: int, rank: int) -> str:
-        return f"{self._prefix}/{number}/{rank}"
-
-    def _tell(self, block: bytes) -> None:
-        self._round += 1
-        self._store.set(self._key(self._round, self._rank), block)
-
-    def _hear(
-        self, what: str, wanted: bytes | None = None, patience: float | None = None
-    ) -> list[bytes]:
-        """wanted: what all ranks must have told."""
-        keys = {rank: self._key(self._round, rank) for rank in self._ranks}
+    def _swap(self, what: str, block: bytes, patience: float | None = None) -> list[bytes]:
         patience = _PATIENCE if patience is None else patience
         deadline, blocks = time.monotonic() + patience, []
-        for rank, key in keys.items():  # one by one: there may be fewer than this rank expects
+        if not self._prefix:
+            self._meet(what, deadline, patience)
+        self._round += 1
+        self._store.set(self._key(self._round, self._rank), block)
+        keys = {rank: self._key(self._round, rank) for rank in self._ranks}
+        for key in keys.values():  # one by one: there may be fewer than this rank expects
             try:
                 left = max(deadline - time.monotonic(), 0.001)
                 self._store.wait([key], timedelta(seconds=left))
             except Exception as error:
-                self._store.add(self._counter, -1)  # the next one meets those that come late
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                absent = Absent(
-                    f"{what}: rank {self._rank} waited {patience:g} s in the store for ranks "
-                    f"{missing} of {list(self._ranks)} (expected to ask for the same ranks)",
-                    "timeout",
-                    self._rank,
-                )
-                absent.ranks = missing
-                raise absent from error
-            block = self._store.get(key)
-            if block[:1] == _REFUSED:
-                reason = f"{what}: rank {rank} refused the call: {block[1:].decode()}"
-                raise InvalidArgument(reason, rank=self._rank)
-            if wanted is not None and block[1:] != wanted:
-                _refuse_unequal(what, rank, block[1:].decode(), self._rank, wanted.decode())
-            blocks.append(block)
+                raise self._absent(what, missing, patience) from error
+            blocks.append(self._store.get(key))
         # Whoever has come here has read the round before; some stores cannot delete.
         with contextlib.suppress(RuntimeError, NotImplementedError):
             self._store.delete_key(self._key(self._round - 1, self._rank))
-        return [block[1:] for block in blocks]
+        return blocks
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"{self._prefix}/{number}/{rank}"
+
+    def _absent(self, what: str, missing: list[int], patience: float) -> Absent:
+        absent = Absent(
+            f"{what}: rank {self._rank} waited {patience:g} s in the store for ranks {missing} of "
+            f"{list(self._ranks)} (expected to ask for the same ranks)",
+            "timeout",
+            self._rank,
+        )
+        absent.ranks = missing
+        return absent
+
+    def _change(self, change: Callable[[_Roster, _Entry], None]) -> _Roster:
+        """The roster after change(roster, this rank's entry), which no other's comes between."""
+        while True:
+            is_there = self._store.check([self._roster])
+            old = self._store.get(self._roster).decode() if is_there else ""
+            roster = json.loads(old) if old else {}
+            here = roster.get(str(self._rank), {})
+            if here.get("process") != _process():
+                here = roster[str(self._rank)] = {"process": _process(), "refusals": []}
+            change(roster, here)
+            new = json.dumps(roster)
+            if new == old or self._store.compare_set(self._roster, old, new).decode() == new:
+                return roster
+
+    def _take_refusal(self, roster: _Roster, rank: int) -> str | None:
+        """Why the rank has refused a call, the first such that this one has not heard of."""
+        refusals = roster.get(str(rank), {}).get("refusals", [])
+        for refusal in refusals:
+            if self._rank not in refusal["heard"]:
+                refusal["heard"].append(self._rank)
+                if len(refusal["heard"]) == len(self._ranks):
+                    refusals.remove(refusal)
+                return refusal["reason"]
+        return None
+
+    def _meet(self, what: str, deadline: float, patience: float) -> None:
+        """Raises Absent, and InvalidArgument if a rank has refused the call."""
+        token = secrets.token_hex(8)
+        refused: list[tuple[int, str]] = []
+
+        def come(roster: _Roster, here: _Entry) -> None:
+            here["token"] = token
+            here["knows"] = self._known(roster)
+            found = [(rank, self._take_refusal(roster, rank)) for rank in self._ranks]
+            refused[:] = [(rank, reason) for rank, reason in found if reason is not None]
+
+        for pause in itertools.chain((0.001, 0.002, 0.005, 0.01, 0.02), itertools.repeat(0.05)):
+            roster = self._change(come)
+            if refused:
+                rank, reason = refused[0]
+                text = f"{what}: rank {rank} refused the call: {reason}"
+                raise InvalidArgument(text, rank=self._rank)
+            meeting = self._known(roster)
+            entries = {rank: roster.get(str(rank), {}) for rank in self._ranks}
+            missing = [rank for rank, one in entries.items() if one.get("knows") != meeting]
+            if not missing:
+                self._prefix = f"{self._roster}/{meeting}"
+                return
+            if time.monotonic() >= deadline:
+                raise self._absent(what, missing, patience)
+            time.sleep(pause)
+
+    def _known(self, roster: _Roster) -> str:
+        """All tokens in one."""
+        tokens = [roster.get(str(rank), {}).get("token", "") for rank in self._ranks]
+        return hashlib.sha256(",".join(tokens).encode()).hexdigest()[:32]
+
+    def _refuse(self, reason: str) -> None:
+        """Each of the others hears it, but for those that have refused the same call."""
+
+        def refuse(roster: _Roster, here: _Entry) -> None:
+            others = [rank for rank in self._ranks if rank != self._rank]
+            heard = [rank for rank in others if self._take_refusal(roster, rank) is not None]
+            if len(heard) < len(others):
+                here["refusals"].append({"reason": reason, "heard": [self._rank, *heard]})
+
+        self._change(refuse)
+
+
+# A rank's: its process, its token, the tokens that it knows, the calls that it has refused.
+_Entry = dict[str, Any]
+_Roster = dict[str, _Entry]  # by rank, as text
+
+
+def _process() -> str:
+    return f"{os.getpid()}.{_LIFE}"
 
 
 class Meeting:

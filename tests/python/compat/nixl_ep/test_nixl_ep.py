@@ -2,6 +2,10 @@
 """`nixl_ep.Buffer` against loops over everybody's inputs."""
 
 import inspect
+import os
+import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -204,6 +208,35 @@ def missing(rank, num_ranks, group, folder):
 
 def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
     ranks(missing, 2, str(tmp_path))
+
+
+def killed(rank, num_ranks, group, folder):
+    """Rank 1, while it waits for rank 0."""
+    if rank == 1:
+        given = meeting(rank, num_ranks, group, "file", folder)
+        waits = threading.Thread(target=connected, args=(rank, num_ranks, given), daemon=True)
+        waits.start()
+        while given["tcp_store_group"].num_keys() < 2:  # the store's own, and its word
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def started_again(rank, num_ranks, group, folder):
+    given = meeting(rank, num_ranks, group, "file", folder)
+    store._PATIENCE = 10
+    try:
+        buffer = connected(rank, num_ranks, given)
+    finally:
+        store._PATIENCE = 300
+    case = make_case(rank, num_ranks, group)
+    recv_x, count, handle, *_ = buffer.dispatch(case.x, case.idx, NUM_MAX, use_fp8=False)
+    check_rows(case, recv_x, count, handle)
+    buffer.barrier()
+
+
+def test_a_rank_that_was_killed_while_it_waited_meets_the_others_again(ranks, tmp_path):
+    ranks(killed, 2, str(tmp_path), dying=(1,))
+    ranks(started_again, 2, str(tmp_path))
 
 
 def test_refused_on_this_rank():
