@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`weft.compat.moonep.Buffer` against the experts in one place; numbers are whole, sums exact."""
 
+import contextlib
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +99,18 @@ def test_all_ranks_get_as_many_rows(ranks, num_ranks, padding, dtype):
     assert sum(used) == routes and max(used) <= routes / num_ranks * 1.02 + 1
 
 
+@contextlib.contextmanager
+def memory_limited():
+    """A GiB more than now."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (1 << 30), usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, usual)
+
+
 def refused(rank, num_ranks, group):
     sizes = {"S": 8, "H": 16, "K": 2, "E": 4, "num_ep_ranks": 2, "group": group}
     texts = []
@@ -115,8 +130,9 @@ def refused(rank, num_ranks, group):
         (x[:2], weights, ids),
         (x.repeat(3, 1), weights, ids),
         (x, weights, ids + 4),
+        (x, weights, ids + 10**9),
     ):
-        with pytest.raises(ValueError) as told:
+        with memory_limited(), pytest.raises(ValueError) as told:
             buffer.dispatch(*(args if rank == 1 else (x, weights, ids)))
         texts.append(str(told.value))
     rows, route_weights, _, plan = buffer.dispatch(x, weights, ids)
@@ -147,6 +163,7 @@ REASONS = [
     "x has dtype torch.float32",
     "ids has shape [3, 2]",
     "x has 9 tokens (expected at most S = 8)",
+    "ids has experts outside -1 to 3",
     "ids has experts outside -1 to 3",
     "hidden_nvsh has shape [1, 16]",
     "plan is a NoneType",
