@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "options_py.hpp"
 
+#include <chrono>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -11,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/env.hpp"
 #include "survival_py.hpp"
 #include "tensors_py.hpp"
 
@@ -64,6 +66,16 @@ void bind_config(nb::module_& m) {
       .def_prop_rw("timeout", nullptr, set_timeout)
       .def_prop_rw("on_peer_loss", nullptr, set_peer_loss)
       .def_prop_rw("on_loss", nullptr, &set_on_loss, "Called with what `Exchange.report` returns.");
+  m.def(
+      "call_timeout",
+      [](double usual) {
+        using Seconds = std::chrono::duration<double>;
+        const auto found = Env::read().call_timeout;
+        return found ? Seconds(*found).count() : usual;
+      },
+      nb::arg("usual"),
+      "Seconds of every wait where a program says none: WEFT_CALL_TIMEOUT_S, else `usual`."
+  );
 }
 
 void bind_options(nb::module_& m) {

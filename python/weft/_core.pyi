@@ -406,6 +406,11 @@ def overlapped_copies(hidden: int, num_ranks: int) -> bool:
     Whether copy engines carry the rows of a call that shares its GPU with computation.
     """
 
+def call_timeout(usual: float) -> float:
+    """
+    Seconds of every wait where a program says none: WEFT_CALL_TIMEOUT_S, else `usual`.
+    """
+
 def wire_row_bytes(wire: str, hidden: int) -> int:
     """The bytes of a bf16 row, or a sum of some, on its way in a combine."""
 

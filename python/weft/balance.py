@@ -41,7 +41,7 @@ class Balance:
     Collective. exchange: whose ranks, experts (El of each rank) and device it is for. replicas: R,
     the same on all ranks. shapes: of each tensor of an expert's weights, without the experts.
     dtypes: of all of them, or one for each; any, FP8 and scales included. copy_engines: on GPUs
-    these carry what moves. timeout: seconds, of every wait. on_peer_loss: "fail", or "shrink" as of
+    these carry what moves. timeout: as of `Exchange`. on_peer_loss: "fail", or "shrink" as of
     an `Exchange`: replicas of a lost rank's experts are then zeros, and gradients are those of the
     ranks that are left; not with wgrad "blocks". On GPUs a call, or `check`, raises RanksLost when
     ranks are lost, as those of the exchange do, and the step is made again. relays: whether ranks
@@ -61,7 +61,7 @@ class Balance:
         shapes: Sequence[Sequence[int]],
         dtypes: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
         copy_engines: bool = False,
-        timeout: float = 30.0,
+        timeout: float | None = None,
         on_peer_loss: str = "fail",
         relays: str = "auto",
         invitation: str | None = None,
@@ -123,7 +123,7 @@ class Balance:
                 rank=self.group.rank,
             )
 
-    def _make_carrier(self, group: Group, copy_engines: bool, timeout: float) -> Exchange:
+    def _make_carrier(self, group: Group, copy_engines: bool, timeout: float | None) -> Exchange:
         """With room for all replicas of the group from one rank, and for their gradients."""
         num_ranks = group.num_ranks
         tag = copies.TAG_BYTES

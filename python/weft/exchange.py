@@ -41,8 +41,9 @@ class Exchange(ExchangeBegin):
     table. copy_engines: room for calls by copy engines from the begin; without it there is room
     from the first plan on that is made beside computation, if copy engines are chosen there
     (docs/overlap.md). num_threads: CPU workers of this rank, 0 to share the host's cores.
-    timeout: seconds, of every wait; set-up waits for ranks for 5 s at least. on_peer_loss: "fail",
-    a rank that dies, leaves or lets the deadline pass ends the exchange on all others; or "shrink",
+    timeout: seconds, of every wait; None: WEFT_CALL_TIMEOUT_S, else 30; set-up waits for ranks for
+    5 s at least. on_peer_loss: "fail", a rank that dies, leaves or lets the deadline pass ends the
+    exchange on all others; or "shrink",
     where they go on without it: its tokens, and routes to its experts, are gone (docs/faults.md).
     On CPUs the call ends without it, on GPUs the next one raises `RanksLost`. on_loss: called with
     the `CallReport` of a call that has lost ranks, by the thread of the call; it makes no calls,
@@ -64,7 +65,7 @@ class Exchange(ExchangeBegin):
         copy_engines: bool = False,
         num_threads: int = 0,
         transport: str = "auto",
-        timeout: float = 30.0,
+        timeout: float | None = None,
         on_peer_loss: str = "fail",
         on_loss: OnLoss | None = None,
     ) -> None:
@@ -86,7 +87,7 @@ class Exchange(ExchangeBegin):
                 "num_threads": num_threads,
                 "num_sms": num_sms,
                 "copy_engines": copy_engines,
-                "timeout": timeout,
+                "timeout": _core.call_timeout(30.0) if timeout is None else timeout,
                 "on_peer_loss": on_peer_loss,
             }
             if where.type == "cuda":

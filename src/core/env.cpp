@@ -48,6 +48,21 @@ class Reader {
     const auto value = text(name);
     return value ? std::optional<int>(parse_env_int(name, *value, min, max)) : std::nullopt;
   }
+  [[nodiscard]] std::optional<std::chrono::milliseconds> seconds(const char* name) const {
+    const auto value = text(name);
+    if (!value) {
+      return std::nullopt;
+    }
+    const auto number = parse_number<double>(*value);
+    WEFT_CHECK_ARG(
+        Context{},
+        number && *number >= 0.001 && *number <= 1e6,
+        "environment: {} = \"{}\" is not a number of seconds in [0.001, 1000000]",
+        name,
+        *value
+    );
+    return std::chrono::milliseconds(static_cast<int64_t>(*number * 1000));
+  }
   // One of some words, which stand for 0, 1 and so on.
   template <class Enum>
   void choose(const char* name, Enum& choice, std::initializer_list<std::string_view> words) const {
@@ -99,16 +114,8 @@ Env Env::read(const Lookup& lookup) {
   env.port = reader.number("WEFT_PORT", 1, 65535);
   env.secret = reader.text("WEFT_SECRET");
   env.secret_file = reader.text("WEFT_SECRET_FILE");
-  if (const auto value = reader.text("WEFT_TIMEOUT_S")) {
-    const auto seconds = parse_number<double>(*value);
-    WEFT_CHECK_ARG(
-        Context{},
-        seconds && *seconds >= 0.001 && *seconds <= 1e6,
-        "environment: WEFT_TIMEOUT_S = \"{}\" is not a number of seconds in [0.001, 1000000]",
-        *value
-    );
-    env.timeout = std::chrono::milliseconds(static_cast<int64_t>(*seconds * 1000));
-  }
+  env.timeout = reader.seconds("WEFT_TIMEOUT_S").value_or(env.timeout);
+  env.call_timeout = reader.seconds("WEFT_CALL_TIMEOUT_S");
   env.ranks_per_domain = reader.number("WEFT_RANKS_PER_DOMAIN", 1, kMaxInt);
   env.transport = reader.text("WEFT_TRANSPORT").value_or(env.transport);
   env.gpu_transport = reader.text("WEFT_GPU_TRANSPORT");

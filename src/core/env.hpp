@@ -35,6 +35,8 @@ struct Env {
   std::optional<std::string> secret;       // WEFT_SECRET, at least 16 bytes
   std::optional<std::string> secret_file;  // WEFT_SECRET_FILE, readable only by its owner
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  // WEFT_TIMEOUT_S, of set-up
+  // WEFT_CALL_TIMEOUT_S, of calls of the Python package where the program says none.
+  std::optional<std::chrono::milliseconds> call_timeout;
 
   // How it works.
   std::optional<int> ranks_per_domain;       // WEFT_RANKS_PER_DOMAIN, makes domains smaller

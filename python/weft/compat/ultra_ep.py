@@ -25,7 +25,7 @@ from weft.compat.deep_ep.checks import (
     check_tensor,
 )
 from weft.compat.deep_ep.ep.balance import carry_by
-from weft.compat.deep_ep.runtime import TIMEOUT, Call, ExchangePool, without_gradients
+from weft.compat.deep_ep.runtime import Call, ExchangePool, without_gradients
 from weft.compat.deep_ep.utils.event import EventOverlap, event_of
 from weft.compat.exact_load import planned_by
 from weft.copies import add_gradients, put_weights, sends_of
@@ -93,7 +93,7 @@ class Manager:
         self.redundant_fc1_grads, self.redundant_fc2_grads = (
             made(numel, torch.float32) if is_train else None for numel in self._numels
         )
-        self._pool: ExchangePool | None = ExchangePool(self._group, TIMEOUT)
+        self._pool: ExchangePool | None = ExchangePool(self._group)
         self._comm = CommStream()
         self._masters: dict[int, _Masters] = {}  # by layer
         self._planned: dict[tuple[int, int], PlannedBalance] = {}  # by layer and micro-batch

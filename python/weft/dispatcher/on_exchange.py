@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft import autograd
 from weft.balance import Balance
-from weft.compat.deep_ep.runtime import MIN_TOKENS, TIMEOUT, ExchangePool
+from weft.compat.deep_ep.runtime import MIN_TOKENS, ExchangePool, timeout_of
 from weft.exchange import Exchange
 from weft.group import Group
 from weft.outputs import Plan
@@ -28,7 +28,7 @@ class _Shared:
     makes it alone meets the others in the call that they make on what was used last."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._exchanges = ExchangePool(Group.of(group), TIMEOUT)
+        self._exchanges = ExchangePool(Group.of(group), timeout_of())
         self._balances: dict[tuple[int, int, torch.device, _Kinds], Balance] = {}
         self._last: Balance | None = None
 
@@ -46,7 +46,7 @@ class _Shared:
                 self._last._announce(exchange)
             shapes, dtypes = zip(*kinds)
             self._balances[key] = Balance(
-                exchange, replicas=replicas, shapes=shapes, dtypes=dtypes, timeout=TIMEOUT
+                exchange, replicas=replicas, shapes=shapes, dtypes=dtypes, timeout=timeout_of()
             )
         self._last = self._balances[key]
         return self._last

@@ -20,7 +20,7 @@ from weft import Exchange, Group, Plan
 from weft import fused_a2a as state
 from weft.compat.deep_ep.checks import FLOATS, check, check_routing, check_tensor
 from weft.compat.deep_ep.layout import routes_of
-from weft.compat.deep_ep.runtime import MIN_TOKENS, MIN_TOPK, TIMEOUT, Call, ExchangePool
+from weft.compat.deep_ep.runtime import MIN_TOKENS, MIN_TOPK, Call, ExchangePool
 
 from .buffers import _cached, parked, take_all
 
@@ -30,7 +30,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.exchanges = ExchangePool(Group.of(group), TIMEOUT)
+        self.exchanges = ExchangePool(Group.of(group))
         self.num_sms = 0
 
     def told(self, capacity: int | None, make: Callable[[], Any]) -> Any:

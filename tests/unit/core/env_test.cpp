@@ -16,6 +16,7 @@ TEST(EnvTest, HasDefaults) {
   EXPECT_FALSE(env.rank || env.num_ranks || env.address || env.port || env.secret);
   EXPECT_FALSE(env.ranks_per_domain || env.gpu_transport);
   EXPECT_EQ(env.timeout, std::chrono::seconds(60));
+  EXPECT_FALSE(env.call_timeout);
   EXPECT_EQ(env.transport, "auto");
   EXPECT_EQ(env.num_threads, 0);
   EXPECT_EQ(env.log_level, LogLevel::kWarn);
@@ -30,6 +31,7 @@ TEST(EnvTest, ReadsEachVariable) {
       {"WEFT_SECRET", "text"},
       {"WEFT_SECRET_FILE", "/file"},
       {"WEFT_TIMEOUT_S", "0.25"},
+      {"WEFT_CALL_TIMEOUT_S", "600"},
       {"WEFT_RANKS_PER_DOMAIN", "2"},
       {"WEFT_TRANSPORT", "shm"},
       {"WEFT_GPU_TRANSPORT", "vmm"},
@@ -45,6 +47,7 @@ TEST(EnvTest, ReadsEachVariable) {
   EXPECT_EQ(env.secret, "text");
   EXPECT_EQ(env.secret_file, "/file");
   EXPECT_EQ(env.timeout, std::chrono::milliseconds(250));
+  EXPECT_EQ(env.call_timeout, std::chrono::seconds(600));
   EXPECT_EQ(env.ranks_per_domain, 2);
   EXPECT_EQ(env.transport, "shm");
   EXPECT_EQ(env.gpu_transport, "vmm");
@@ -78,6 +81,7 @@ TEST(EnvTest, NamesTheVariableAndItsValue) {
       {{"WEFT_TIMEOUT_S", "soon"}, "WEFT_TIMEOUT_S = \"soon\" is not a number of seconds in"},
       {{"WEFT_TIMEOUT_S", "0"}, "WEFT_TIMEOUT_S = \"0\" is not a number of seconds in"},
       {{"WEFT_TIMEOUT_S", "nan"}, "WEFT_TIMEOUT_S = \"nan\" is not a number of seconds in"},
+      {{"WEFT_CALL_TIMEOUT_S", "0"}, "WEFT_CALL_TIMEOUT_S = \"0\" is not a number of seconds in"},
       {{"WEFT_FABRIC_GPU_MEMORY", "on"},
        "WEFT_FABRIC_GPU_MEMORY = \"on\" is not one of auto, direct, host"},
       {{"WEFT_COPY_ENGINES", "sometimes"},

@@ -36,6 +36,13 @@ from .steps import Steps
 
 MIN_TOKENS, MIN_TOPK = 4096, 8  # that an exchange starts with room for
 
+
+def timeout_of(seconds: float | None = None, usual: float = TIMEOUT) -> float:
+    """Seconds of every wait. seconds: what the caller has said; None, or `usual`, which the
+    interface has anyway: WEFT_CALL_TIMEOUT_S, else `usual`."""
+    return _core.call_timeout(usual) if seconds in (None, usual) else float(seconds)
+
+
 Key = tuple[int, int, torch.device]  # of an exchange: hidden size, number of experts, device
 # The same, whether it goes on without lost ranks, and whether it is for calls of few tokens.
 _Kind = tuple[int, int, torch.device, bool, bool]
@@ -51,11 +58,14 @@ class ExchangePool:
     """
 
     def __init__(
-        self, group: Group, timeout: float, on_loss: Callable[[Iterable[int]], None] | None = None
+        self,
+        group: Group,
+        timeout: float | None = None,
+        on_loss: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
-        """on_loss: exchanges go on without ranks that are lost, for which this is called on all
-        that are left: among CPUs at the end of the call that has lost them, among GPUs of one
-        host, for calls `with_masks` only, as `Steps` explains."""
+        """timeout: as for `timeout_of`. on_loss: exchanges go on without ranks that are lost, for
+        which this is called on all that are left: among CPUs at the end of the call that has lost
+        them, among GPUs of one host, for calls `with_masks` only, as `Steps` explains."""
         self.group = group
         self.last: Exchange | None = None  # that a call was made on
         # What `get` gave the last `Call` that plans, by its with_masks.
@@ -63,7 +73,7 @@ class ExchangePool:
         self.lost: tuple[int, ...] = ()  # the same on all ranks that are left
         self.lost_on_gpus: tuple[int, ...] = ()  # of these
         self._on_loss = on_loss
-        self._timeout = timeout
+        self._timeout = timeout_of(timeout)
         self._exchanges: dict[_Kind, Exchange] = {}
         self._in_graphs: list[Exchange] = []  # replaced by larger ones
         self._agreed: set[int] = set()  # most tokens that all ranks were asked about
@@ -396,10 +406,10 @@ class Runtime:
     def __init__(
         self,
         group: Group,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
         on_loss: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
-        """timeout: seconds, of every wait. on_loss: as for `ExchangePool`."""
+        """As for `ExchangePool`."""
         self.group = group
         self.hosts = Hosts(group.domains, group.rank)
         self.exchanges = ExchangePool(group, timeout, on_loss)

@@ -17,7 +17,7 @@ from weft.compat.deep_ep.checks import NotInWeft, check, check_least, check_tens
 from weft.compat.deep_ep.config import get_low_latency_rdma_size_hint
 from weft.compat.deep_ep.handles import Handle, LowLatencyHandle
 from weft.compat.deep_ep.hooks import Hook, LastHooks
-from weft.compat.deep_ep.runtime import Call, ExchangePool, Runtime
+from weft.compat.deep_ep.runtime import Call, ExchangePool, Runtime, timeout_of
 from weft.errors import PeerError, RanksLost
 from weft.streams import CommStream
 
@@ -25,6 +25,7 @@ from .store import Meeting
 
 _ROW_MULTIPLE = 4  # of the rows of a block
 _NOT_CONNECTED = -1  # in a mask
+_TIMEOUT_MS = 30000  # of every wait
 
 
 class CallRanks:
@@ -118,7 +119,7 @@ class Buffer(DeepEPBuffer):
         group: dist.ProcessGroup | None = None,
         comm: Any = None,
         tcp_store_group: dist.Store | None = None,
-        timeout_ms: int = 30000,
+        timeout_ms: int = _TIMEOUT_MS,
     ) -> None:
         """Local. rank: this one's number, also its number in the group. The ranks meet by `group`,
         else by `comm` of mpi4py, else by a store of torch.distributed. timeout_ms: of every wait
@@ -236,7 +237,7 @@ class Buffer(DeepEPBuffer):
         ranks = tuple(rank for rank in among if rank not in self._lost)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        absent = self._meeting.absent(ranks, self.timeout_ms / 1000)
+        absent = self._meeting.absent(ranks, self._timeout())
         if absent is None:
             met = self._runtime().group if ranks == among else self._meeting.of(ranks)
             met.all_gather(b"")
@@ -452,6 +453,10 @@ class Buffer(DeepEPBuffer):
             self._masks[key] = CallRanks(*key, self._masked)
         return self._masks[key]
 
+    def _timeout(self) -> float:
+        """Seconds of every wait."""
+        return timeout_of(self.timeout_ms / 1000, _TIMEOUT_MS / 1000)
+
     def _runtime(self) -> Runtime:
         """Collective at the first call of its ranks, which meet then."""
         if self._pinned is not None:
@@ -461,7 +466,7 @@ class Buffer(DeepEPBuffer):
         if old is None or len(self._left_out(ranks, old)) < len(old.exchanges.lost):
             lose = functools.partial(_lose, ranks, self._masked, self._lost)
             on_loss = lose if self.goes_on else None
-            new = Runtime(self._meeting.of(ranks), self.timeout_ms / 1000, on_loss)
+            new = Runtime(self._meeting.of(ranks), self._timeout(), on_loss)
             new.stream = self._stream
             self._runtimes[ranks] = new
         self.runtime = self._runtimes[ranks]

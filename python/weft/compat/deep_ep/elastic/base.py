@@ -68,7 +68,7 @@ class BufferBase:
         self.scaleout_rank_idx: int = self.rank_idx // self.num_scaleup_ranks
         self.num_allocated_qps: int = num_allocated_qps or model.allocated_qps(allow_hybrid_mode)
         self.nccl_comm_handle: Any = None  # there is no NCCL here
-        self.runtime: ExchangePool | None = ExchangePool(ranks, float(num_gpu_timeout_secs))
+        self.runtime: ExchangePool | None = ExchangePool(ranks, num_gpu_timeout_secs)
         self._comm = CommStream()
 
     def destroy(self) -> None:

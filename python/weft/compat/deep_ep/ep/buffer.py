@@ -101,8 +101,7 @@ class EPBuffer(ExpertCopies, BufferBase):
             return size, _lb_bytes(lb_allocation_plan_or_num_bytes)
 
         self.num_bytes, self.num_lb_bytes = ranks.agreed("EPBuffer", settle)
-        timeout = float(num_gpu_timeout_secs)
-        self.runtime: Runtime | None = Runtime(ranks, timeout, self.num_lb_bytes)
+        self.runtime: Runtime | None = Runtime(ranks, num_gpu_timeout_secs, self.num_lb_bytes)
         self.context: Any = self.runtime
         self._comm = comm.STREAM
         if isinstance(lb_allocation_plan_or_num_bytes, BufferAllocator):
