@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is wrong on one rank only, all ranks raise: the others with its reason and that rank.
+"""Whatever is wrong on one rank only, all ranks raise: the others with its reason and that rank, as
+an AssertionError, too.
 
 Each case makes a call of two ranks of which the last one passes something wrong, at first when the
 buffer has not exchanged anything yet and again when it has. A right call follows: nobody waits, and
@@ -16,6 +17,7 @@ import weft
 from weft import _core, fused_a2a, outputs
 from weft.compat.deep_ep import Buffer, ElasticBuffer, EPBuffer, HybridEPBuffer
 from weft.compat.uccl import Buffer as UCCLBuffer
+from weft.errors import BadCall
 from weft.fused_a2a import rank_rows
 
 HIDDEN, NUM_MAX, TOPK = 128, 16, 2
@@ -522,7 +524,7 @@ def last_is_wrong(rank, num_ranks, group, name, argument, how, reason):
         if is_wrong:
             wrong[argument] = SPOILT[how](given.get(argument))
         for _ in range(2):
-            kind = Exception if is_wrong else weft.InvalidArgument
+            kind = Exception if is_wrong else BadCall
             with pytest.raises(kind, match=f"(?s){reason}") as found:
                 call(**wrong)
             assert is_wrong or f"rank {num_ranks - 1}" in str(found.value), found.value
@@ -534,6 +536,42 @@ def last_is_wrong(rank, num_ranks, group, name, argument, how, reason):
 @pytest.mark.parametrize(("name", "argument", "how", "reason"), CASES)
 def test_all_ranks_raise_what_one_passes_wrong(ranks, name, argument, how, reason):
     ranks(last_is_wrong, 2, name, argument, how, reason)
+
+
+# What all ranks must give alike, by call, and what they give; and before it, whether the buffer has
+# exchanged something.
+UNEQUAL = {
+    "low_latency_plain": {
+        "use_fp8": (False, True),
+        "round_scale": (False, True),
+        "num_max_dispatch_tokens_per_rank": (NUM_MAX, 2 * NUM_MAX),
+    },
+    "low_latency_combine": {"use_logfmt": (False, True)},
+    "elastic_dispatch": {"do_expand": (False, True), "num_max_tokens_per_rank": (16, 32)},
+    "ep_dispatch": {"do_expand": (False, True), "num_max_tokens_per_rank": (16, 32)},
+    "hybrid_permute": {"pad_multiple": (4, 8)},
+    "hybrid_indices": {"num_of_experts": (4, 8)},
+    "fused_dispatch": {"num_experts": (4, 8)},
+}
+
+
+def unequal(rank, num_ranks, group, name):
+    for argument, values in UNEQUAL[name].items():
+        for has_called in (False, True):
+            forget_buffers()
+            call, given = getattr(Calls(rank, num_ranks, group), name)()
+            if has_called:
+                call(**given)
+            with pytest.raises(weft.InvalidArgument, match="must be equal on all ranks") as found:
+                call(**{**given, argument: values[rank]})
+            assert re.search(rf"\b{argument}\b", str(found.value)), found.value
+            call(**given)
+    forget_buffers()
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_what_ranks_give_differently_is_named(ranks, name):
+    ranks(unequal, 2, name)
 
 
 def no_memory(rank, num_ranks, group, name):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -340,9 +341,36 @@ class Call:
                     raise BadCall(str(error)) from problem
             if isinstance(problem, BadCall):
                 raise BadCall(reason) from problem
+            if isinstance(problem, InvalidArgument):  # of another rank: the same kind on all
+                text = self._meant(str(problem)) + str(problem)
+                raise BadCall(text, rank=problem.rank) from problem
         finally:
             if ranges.IS_ON:
                 ranges.end()  # a refusal, too, may wait for other ranks
+
+    def _meant(self, text: str) -> str:
+        """The arguments that the caller knows, before a text that names what they became."""
+        unequal = re.search(r"(?:^|: )([^:=]+) = .*must be equal on all ranks", text)
+        names = unequal and _MEANT.get(self._name, {}).get(unequal[1].split(" in the same")[0])
+        return f"{self._name}: {names}: " if names else ""
+
+
+# By call, what of an exchange must be equal on all ranks under another name.
+_LL_MOST = "num_max_dispatch_tokens_per_rank"
+_EXPERTS = "num_of_experts or num_of_experts_per_rank"
+_HYBRID = {"num_experts": _EXPERTS, "(hidden size, num_experts)": f"hidden, {_EXPERTS}"}
+_MEANT = {
+    "low_latency_dispatch": {
+        "quantise": "use_fp8, use_nvfp4 or use_mxfp8",
+        "scale_rule": "round_scale or use_ue8m0",
+        "max_tokens": _LL_MOST,
+        "expert_stride": _LL_MOST,
+        "layout": _LL_MOST,  # one rank announces another exchange
+    },
+    "low_latency_combine": {"wire": "use_logfmt"},
+    "dispatch": {"layout": "do_expand or num_max_tokens_per_rank", **_HYBRID},
+    "dispatch_with_permute": {"overflow": "non_blocking", **_HYBRID},
+}
 
 
 def found_at_once(
