@@ -38,6 +38,7 @@ class ByExpertManager(_DispatchManager):
     drop_and_pad: bool
     align_size: int
 
+    _MOST_TOKENS = ("moe_max_tokens_per_rank",)  # settings that tell it
     over_budget: Tensor | None = None  # bool [1] where the tokens are, over all calls
     _grown_budget = 0
     _most = 0  # tokens, see `_most_tokens`
@@ -81,10 +82,10 @@ class ByExpertManager(_DispatchManager):
         """What sizes that are fixed beforehand count with: the setting, or what any rank has if it
         is to be asked for, as the reference pads (collective then, and waits for a GPU), or T."""
         num_tokens = routing.shape[0]
-        given = option(self.config, "moe_max_tokens_per_rank")
+        given = max(option(self.config, name) or 0 for name in self._MOST_TOKENS)
         is_sized = self.drop_and_pad or self.moe_expert_rank_capacity_factor is not None
         if given or not is_sized or not any(option(self.config, name) for name in _UNEVEN):
-            return max(num_tokens, given or 0)
+            return max(num_tokens, given)
         most = torch.tensor([num_tokens], device=routing.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
         return -(-int(most.item()) // _TOKEN_ALIGNMENT) * _TOKEN_ALIGNMENT

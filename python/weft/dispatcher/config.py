@@ -46,6 +46,7 @@ class DispatcherConfig:
     # The largest number of tokens that any rank brings, which the row budget counts with. Only
     # needed with a rank capacity factor where ranks bring different numbers. Weft's own setting.
     moe_max_tokens_per_rank: int | None = None
+    moe_ncclep_max_tokens_per_rank: int | None = None  # Megatron-LM's, with "ncclep"
     # Experts that neither read nor need rows behind the last one's, and want no alignment, whoever
     # made them: a row budget then needs none of Transformer Engine's. Weft's own setting.
     moe_experts_ignore_unused_rows: bool = False

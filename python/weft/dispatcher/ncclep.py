@@ -25,6 +25,7 @@ class _NCCLEPManager(ByExpertManager):
     """
 
     drop_and_pad = False
+    _MOST_TOKENS = (*ByExpertManager._MOST_TOKENS, "moe_ncclep_max_tokens_per_rank")
 
     def __init__(
         self,

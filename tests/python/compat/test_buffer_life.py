@@ -2,6 +2,7 @@
 """Constructors, attributes and the end of a `Buffer`, asynchronous calls, and what it refuses."""
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -10,7 +11,16 @@ import torch.distributed as dist
 from buffer_cases import LOW_LATENCY_TOKENS, NUM_MAX, Case, dispatch, gather
 
 import weft
-from weft.compat.deep_ep import Buffer, Config, EventOverlap
+from weft.compat import nixl_ep
+from weft.compat.deep_ep import (
+    Buffer,
+    Config,
+    ElasticBuffer,
+    EPBuffer,
+    EventOverlap,
+    HybridEPBuffer,
+)
+from weft.compat.uccl import Buffer as UCCLBuffer
 
 
 def constructors(rank, num_ranks, group):
@@ -34,6 +44,9 @@ def constructors(rank, num_ranks, group):
         enable_shrink=True,
     )
     Buffer(group, allow_nvlink_for_normal_mode=False, use_fabric=False)
+    buffer = Buffer(group, 0, 256, is_intranode=True)  # UCCL's
+    buffer.reset_rdma_buffer()
+    buffer.connect_atomic_buffer(None)
     with pytest.raises(ValueError, match="Either 'group' or 'comm' must be provided."):
         Buffer(None)
     with pytest.raises(AssertionError, match="num_nvl_bytes = 100"):
@@ -44,6 +57,35 @@ def constructors(rank, num_ranks, group):
 
 def test_constructors_of_all_revisions(ranks):
     ranks(constructors, 2)
+
+
+def deadlines(rank, num_ranks, group):
+    os.environ["WEFT_CALL_TIMEOUT_S"] = "2.5"
+    try:
+        sizes = {"hidden": 8, "num_experts": num_ranks}
+        exchange = weft.Exchange(group, **sizes)
+        told = weft.Exchange(group, **sizes, timeout=4)
+        pools = [
+            Buffer(group).runtime.exchanges,
+            UCCLBuffer(group).runtime.exchanges,
+            ElasticBuffer(group, num_max_tokens_per_rank=8).runtime,
+            EPBuffer(group, None, 8, 8).runtime,
+            HybridEPBuffer(group, 8, 8, 1).runtime,
+        ]
+        seconds = [pool._timeout for pool in pools] + [nixl_ep.Buffer(group=group)._timeout()]
+        of_caller = ElasticBuffer(group, num_max_tokens_per_rank=8, num_gpu_timeout_secs=7).runtime
+    finally:
+        del os.environ["WEFT_CALL_TIMEOUT_S"]
+    assert set(seconds) == {2.5} and of_caller._timeout == 7.0
+    assert told._settings["timeout"] == 4
+    if rank == 0:
+        with pytest.raises(weft.TimeoutError, match="for 2.5 s from rank 1"):
+            exchange.plan(torch.tensor([[0]]))
+    gather(group, None)
+
+
+def test_a_variable_says_how_long_calls_wait(ranks):
+    ranks(deadlines, 2)
 
 
 class Comm:

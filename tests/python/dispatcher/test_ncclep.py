@@ -126,10 +126,14 @@ def _uneven(rank, num_ranks, group, told):
 
 BUDGET = {"moe_expert_rank_capacity_factor": 1.0}
 FUSED = {**BUDGET, "use_transformer_engine_op_fuser": True, "moe_grouped_gemm": True}
-TOLD = [{"moe_max_tokens_per_rank": 70}, {"moe_hybridep_pad_uneven_dispatch_inputs": True}]
+TOLD = {
+    "told": {"moe_max_tokens_per_rank": 70},
+    "told by Megatron-LM": {"moe_ncclep_max_tokens_per_rank": 70},
+    "asked": {"moe_hybridep_pad_uneven_dispatch_inputs": True},
+}
 
 
-@pytest.mark.parametrize("told", TOLD, ids=["told", "asked"])
+@pytest.mark.parametrize("told", TOLD.values(), ids=TOLD)
 def test_uneven_tokens_share_the_largest_size(ranks, told):
     ranks(_uneven, 2, told)
 

@@ -46,12 +46,12 @@ from .payload import (
 from .runtime import (
     MIN_TOKENS,
     MIN_TOPK,
-    TIMEOUT,
     Call,
     ExchangePool,
     MpiGroup,
     NoGradients,
     Runtime,
+    timeout_of,
 )
 from .utils.event import EventHandle, EventOverlap, event_of
 
@@ -89,14 +89,16 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: Any = None,
+        is_intranode: bool | None = None,
     ) -> None:
         """Collective. group: of torch.distributed, any backend; or comm: of mpi4py.
 
-        Sizes in bytes, queue pairs, NVLink and fabric settings are accepted and have no effect:
-        memory is taken when the first call shows what is needed, and links are found out. Memory
-        goes with `destroy` if explicitly_destroy, else (or if that is forgotten) with this object.
-        From allow_mnnvl on arguments go by keyword, as their positions differ between versions of
-        `deep_ep`. ValueError without group and comm.
+        Sizes in bytes, queue pairs, NVLink and fabric settings, and is_intranode, which UCCL's
+        `deep_ep` takes, are accepted and have no effect: memory is taken when the first call shows
+        what is needed, and links are found out. Memory goes with `destroy` if explicitly_destroy,
+        else (or if that is forgotten) with this object. From allow_mnnvl on arguments go by
+        keyword, as their positions differ between versions of `deep_ep`. ValueError without group
+        and comm.
 
         enable_shrink: calls go on without ranks that die, leave or let the deadline pass: with CPU
         tensors those of both modes, and such a rank is masked on all others alike when the call
@@ -104,7 +106,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         explains. Elsewhere masks are there and a rank that is lost makes the others raise.
         """
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl
-        del allow_nvlink_for_normal_mode, use_fabric
+        del allow_nvlink_for_normal_mode, use_fabric, is_intranode
         if group is None and comm is None:
             raise ValueError("Either 'group' or 'comm' must be provided.")
         for name, size in (("num_nvl_bytes", num_nvl_bytes), ("num_rdma_bytes", num_rdma_bytes)):
@@ -438,6 +440,14 @@ class Buffer(CallsAtOnce, LowLatencyMode):
     def _pool(self) -> ExchangePool | None:
         return None if self.runtime is None else self.runtime.exchanges
 
+    def reset_rdma_buffer(self) -> None:
+        """Of UCCL's `deep_ep`. Nothing: Weft has no RDMA buffer that a caller must clear."""
+        self._runtime()
+
+    def connect_atomic_buffer(self, proxy: Any) -> None:
+        """Likewise: Weft has no proxies."""
+        self._runtime()
+
     def _runtime(self) -> Runtime:
         if self.runtime is None:
             raise BadCall("the buffer was destroyed (make a new one)")
@@ -453,7 +463,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
 
     def _timeout(self) -> float:
         """Seconds of every wait."""
-        return TIMEOUT
+        return timeout_of()
 
 
 class _Routing(NamedTuple):

@@ -19,7 +19,7 @@ from weft.compat.deep_ep.checks import (
     check_tensor,
 )
 from weft.compat.deep_ep.payload import Payload, numbers, parts_of, received_numbers
-from weft.compat.deep_ep.runtime import TIMEOUT, Call, ExchangePool, without_gradients
+from weft.compat.deep_ep.runtime import Call, ExchangePool, without_gradients
 
 
 class Communication:
@@ -34,7 +34,7 @@ class Communication:
         del config
         super().__init__(bootstrap, params)
         group = getattr(bootstrap, "process_group", None) or dist.group.WORLD
-        self._pool = ExchangePool(Group.of(group), TIMEOUT)
+        self._pool = ExchangePool(Group.of(group))
         self._plan: Plan | None = None  # of a dispatch whose combine is to come
 
     @classmethod
@@ -50,21 +50,28 @@ class Communication:
         topk_weights: Tensor | None = None,
         *,
         hidden_states_scale: Tensor | None = None,
-        max_tokens_per_rank: int | None = None,
+        runtime_max_tokens_per_rank: int | None = None,
         eplb_local_stats: Tensor | None = None,
+        max_tokens_per_rank: int | None = None,
     ) -> Any:
         """Collective. Tokens to the ranks of their experts, without a wait for a GPU.
 
         hidden_states [T, any], with hidden_states_scale [T, any] of any type, rows of one byte an
         element. topk_ids int32 or int64 [T, K], global; no expert: params.invalid_expert_id, or a
-        negative one. topk_weights fp32 [T, K] or None. max_tokens_per_rank: None for that of the
-        parameters; the same on all ranks. eplb_local_stats has no effect.
+        negative one. topk_weights fp32 [T, K] or None. runtime_max_tokens_per_rank, the same on
+        all ranks: from 1 to the parameters' max_tokens_per_rank, for which None stands; FlashInfer
+        has called it max_tokens_per_rank before 0.7.4. eplb_local_stats has no effect. Raises
+        InvalidArgument (also a ValueError).
         """
         del eplb_local_stats
         params, ranks = self.params, self._pool.group
-        most = max_tokens_per_rank or params.max_tokens_per_rank
+        capacity, name = params.max_tokens_per_rank, "runtime_max_tokens_per_rank"
+        if runtime_max_tokens_per_rank is None and max_tokens_per_rank is not None:
+            runtime_max_tokens_per_rank, name = max_tokens_per_rank, "max_tokens_per_rank"
+        most = capacity if runtime_max_tokens_per_rank is None else runtime_max_tokens_per_rank
         wants = {"layout": "rank_major", "row_budget": ranks.num_ranks * most}
         with Call("dispatch", self._pool, **wants) as call:
+            check(1 <= most <= capacity, f"{name} = {most} (expected 1 to {capacity})")
             check(self._plan is None, "a dispatch before the combine of the last one")
             has_scale = hidden_states_scale is not None
             x = (hidden_states, hidden_states_scale) if has_scale else hidden_states

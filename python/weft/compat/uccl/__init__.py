@@ -6,8 +6,6 @@ promises is done right here: an event is one on torch's current stream, a cached
 `previous_event`, rebuilding a buffer does not abort.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -15,7 +13,7 @@ from weft import Group, InvalidArgument
 from weft.compat import environment
 from weft.compat.deep_ep import EventOverlap, config
 from weft.compat.deep_ep.buffer import Buffer as DeepEPBuffer
-from weft.compat.deep_ep.runtime import TIMEOUT
+from weft.compat.deep_ep.runtime import timeout_of
 from weft.compat.deep_ep.utils.event import EventHandle as CurrentStreamEvent
 
 from .fabric import adopt_network
@@ -95,15 +93,7 @@ class Buffer(DeepEPBuffer):
         self.is_intranode = on_one_host if is_intranode is None else is_intranode
 
     def _timeout(self) -> float:
-        return float(environment.number("UCCL_EP_CPU_TIMEOUT_SECS", default=int(TIMEOUT)))
-
-    def reset_rdma_buffer(self) -> None:
-        """Nothing: Weft has no RDMA buffer that a caller must clear."""
-        self._runtime()
-
-    def connect_atomic_buffer(self, proxy: Any) -> None:
-        """Nothing: Weft has no proxies."""
-        self._runtime()
+        return float(environment.number("UCCL_EP_CPU_TIMEOUT_SECS", default=0) or timeout_of())
 
 
 class UCCLBuffer(Buffer):

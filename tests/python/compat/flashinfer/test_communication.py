@@ -13,11 +13,14 @@ from weft.compat import flashinfer
 PLACES = ("flashinfer.moe_ep", "flashinfer.moe_ep.core.comm.communication")
 
 
+NAMES = ("runtime_max_tokens_per_rank", "max_tokens_per_rank")  # from 0.7.4 on, and before
+
+
 def made(case, group, invalid, backend="weft", dtype=None):
+    """Calls may have twice the tokens of this one."""
     flashinfer.register()
-    params = stub.MoEEpCommParams(
-        case.experts, case.topk, case.most, 16, dtype, invalid_expert_id=invalid
-    )
+    sizes = (case.experts, case.topk, 2 * case.most, 16)
+    params = stub.MoEEpCommParams(*sizes, dtype, invalid_expert_id=invalid)
     bootstrap = stub.BootstrapConfig(case.num_ranks, case.rank, group)
     return stub.create_communication(bootstrap, params, backend)
 
@@ -45,9 +48,10 @@ def layer(rank, num_ranks, group, place, invalid, dtype):
     with stub.installed(place):
         comm = made(case, group, invalid)
         assert comm.is_platform_supported() and comm.backend_name == "weft"
-        for most, width in ((None, 16), (case.most + 5, 20)):
-            got = comm.dispatch(case.x, ids, case.weights, max_tokens_per_rank=most)
-            most = most or case.most
+        ways = ((None, NAMES[0], 16), (case.most, NAMES[0], 20), (case.most + 5, NAMES[1], 16))
+        for most, name, width in ways:
+            got = comm.dispatch(case.x, ids, case.weights, **{name: most})
+            most = most or 2 * case.most
             used = received(case, got, ids_of_all, most, invalid)
             rows = torch.full(got.hidden_states.shape, float("nan"), dtype=torch.bfloat16)
             gen = torch.Generator().manual_seed(rank)
@@ -75,7 +79,7 @@ def quantised(rank, num_ranks, group):
         config = type("Config", (), {"backend_name": "weft"})()
         comm = made(case, group, -1, config)
         got = comm.dispatch(case.x, case.idx, case.weights, hidden_states_scale=scale)
-        received(case, got, case.all_idx, case.most, -1, gather(group, scale))
+        received(case, got, case.all_idx, 2 * case.most, -1, gather(group, scale))
         rows = torch.ones(len(got.topk_ids), 16)
         assert same_bits(comm.combine(rows), case.combined(rows))
 
@@ -92,6 +96,12 @@ def refusals(rank, num_ranks, group):
             comm.combine(case.x)
         with pytest.raises(weft.InvalidArgument, match="topk_ids is a list"):  # on one rank
             comm.dispatch(case.x, case.idx.tolist() if rank else case.idx)
+        for name in NAMES:
+            for most in (0, 2 * case.most + 1):
+                with pytest.raises(
+                    ValueError, match=f"{name} = {most} .expected 1 to {2 * case.most}"
+                ):
+                    comm.dispatch(case.x, case.idx, **{name: most})
         got = comm.dispatch(case.x, case.idx)
         assert got.topk_weights is None
         with pytest.raises(AssertionError, match="before the combine"):

@@ -98,6 +98,34 @@ def test_a_count_that_the_caller_knows(ranks):
     ranks(known_count, 2)
 
 
+def slots(rank, num_ranks, group):
+    case = Case(rank, num_ranks, group, (5, 8)).gather()
+    buffer = HybridEPBuffer(group, 16, 64, case.local)
+    given = {"hidden": case.hidden, "routing_map": case.map, "probs": case.probs}
+    budget = max(case.slots(each, 1)[2] for each in range(num_ranks))
+    for num_of_tokens_per_rank in (8, 600):  # the latter is more than the buffer's capacity
+        more = {"num_of_tokens_per_rank": num_of_tokens_per_rank}
+        rows, probs, _, handle = buffer.dispatch(**given, **more)
+        assert same_bits(rows, want_rows(case, case.all_hidden))
+        assert same_bits(probs, want_probs(case))
+        again, *_ = buffer.dispatch(case.hidden, handle=handle, **more)
+        assert same_bits(again, rows)
+        want, *_ = case.permuted(1)
+        for fixed in ({}, {"non_blocking": True, "num_permuted_tokens": budget}):
+            rows, *_, handle = buffer.dispatch_with_permute(**given, **fixed, **more)
+            assert same_bits(rows[: len(want)], want)
+            again, *_ = buffer.dispatch_with_permute(hidden=case.hidden, handle=handle, **more)
+            assert same_bits(again[: len(want)], want)
+    for call in (buffer.dispatch, buffer.dispatch_with_permute):
+        with pytest.raises(AssertionError, match="num_of_tokens_per_rank = 7 .*at least 8"):
+            call(**given, num_of_tokens_per_rank=7)
+        assert same_bits(buffer.dispatch(**given)[0], want_rows(case, case.all_hidden))
+
+
+def test_ranks_share_a_number_of_slots(ranks):
+    ranks(slots, 2)
+
+
 def indices(rank, num_ranks, group):
     case = Case(rank, num_ranks, group, (5, 7)).gather()
     buffer = HybridEPBuffer(group, 16, 64, case.local)

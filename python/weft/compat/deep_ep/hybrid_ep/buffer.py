@@ -28,6 +28,7 @@ from weft.run.calls import count
 
 from ..checks import (
     FLOATS,
+    INTEGERS,
     check,
     check_handle,
     check_least,
@@ -47,11 +48,22 @@ from ..payload import (
     round_up,
     topk_of_map,
 )
-from ..runtime import MIN_TOPK, TIMEOUT, Call, ExchangePool, found_at_once
+from ..runtime import MIN_TOPK, Call, ExchangePool, found_at_once
 from .handle import HybridEPConfig, HybridEPConfigurer, HybridEPHandle, PermuteHandle, PlainHandle
 
 _MIN_CAPACITY = 512
 _PINNED_TOGETHER = 64  # counts of so many calls
+
+
+def indices_to_map(
+    topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
+) -> tuple[Tensor, Tensor | None]:
+    """Local. The routing_map bool [T, E] and the probs fp32 [T, E], None without weights, that
+    `HybridEPBuffer` takes, of topk_idx int32 or int64 [T, K] and topk_weights fp32 [T, K]. Numbers
+    outside [0, E) name no route. Raises InvalidArgument (also an AssertionError)."""
+    check_tensor("topk_idx", topk_idx, INTEGERS, [num_of_tokens, "K"])
+    check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
+    return spread(topk_idx, topk_weights, num_of_experts)
 
 
 class HybridEPBuffer:
@@ -103,7 +115,7 @@ class HybridEPBuffer:
         self.local_rank: int = self.rank % domain
         self.node_rank: int = self.rank // domain
         self.num_of_nodes: int = self.group_size // domain
-        self.runtime = ExchangePool(ranks, TIMEOUT)
+        self.runtime = ExchangePool(ranks)
         self._pinned: dict[int, list[Tensor]] = {}  # memory for counts, by their number
         # Callers give their own T, which need not be that of others.
         (most,) = max(ranks.gather_numbers(tokens))
@@ -165,12 +177,18 @@ class HybridEPBuffer:
         self._settings.max_num_of_tokens_per_rank = most
 
     def _find(
-        self, call: Call, payload: Payload, given: tuple, non_blocking: bool, **options: Any
+        self,
+        call: Call,
+        payload: Payload,
+        given: tuple,
+        non_blocking: bool,
+        slots: int | None,
+        **options: Any,
     ) -> Routing:
         """The routing that a caller has given (see `routing_of`); `call` has the exchange then.
 
         given: the routing; the experts of all ranks, and of each: without either a map says it, or
-        the buffer.
+        the buffer. slots: the caller's num_of_tokens_per_rank.
         """
         *given, total, per_rank = given
         total = self._num_experts(total, per_rank, has_indices=given[2] is not None)
@@ -181,8 +199,8 @@ class HybridEPBuffer:
             f"hidden has {payload.num_tokens} rows (expected {num_tokens}, as the routing has)",
         )
         if non_blocking and payload.device.type == "cuda":
-            # Nobody waits to learn of another rank's T: as with deep_ep it is then the same.
-            self._raise_capacity(payload.num_tokens)
+            # Nobody waits to learn of another rank's T: without `slots` it is then the same.
+            self._raise_capacity(payload.num_tokens if slots is None else slots)
         key = (payload.hidden, routing.map.size(1), payload.device)
         most = self._settings.max_num_of_tokens_per_rank
         call.plans(key, most, lambda: max(MIN_TOPK, routing.most_routes()), **options)
@@ -221,6 +239,7 @@ class HybridEPBuffer:
         fuse_permute_dispatch: bool = False,
         num_dispatched_tokens: int | None = None,
         use_host_meta: bool | None = None,
+        num_of_tokens_per_rank: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, PermuteHandle]:
         """Collective. Tokens to their experts, one row per route, grouped by local expert.
 
@@ -244,8 +263,10 @@ class HybridEPBuffer:
         Rows past the last expert's are uninitialised in either mode, probs too.
         With a handle P is its number of rows; num_permuted_tokens must be that or None. One on a
         GPU is not read, which would wait.
-        Without waiting a GPU cannot learn of another rank's T: one above the buffer's capacity must
-        then be the same on all ranks (`update_template_config` raises the capacity beforehand).
+        num_of_tokens_per_rank: the most that any rank has here, the same on all; a larger T is
+        refused. Without waiting a GPU cannot learn of another rank's T: one above the buffer's
+        capacity needs this number then, or must be the same on all ranks
+        (`update_template_config` raises the capacity beforehand).
         """
         name = "dispatch_with_permute"
         if num_dispatched_tokens is not None:
@@ -253,7 +274,8 @@ class HybridEPBuffer:
         if use_host_meta is not None:
             warn_deprecated(name, "use_host_meta", "read as: not non_blocking")
             non_blocking = not use_host_meta
-        if handle is num_permuted_tokens is None and not (non_blocking or use_fp8):
+        is_usual = not (non_blocking or use_fp8) and _has_slots(hidden, num_of_tokens_per_rank)
+        if handle is num_permuted_tokens is None and is_usual:
             tensors = (hidden, topk_idx, topk_weights, routing_map, probs)
             sizes = (num_of_experts, num_of_experts_per_rank, pad_multiple, fuse_permute_dispatch)
             made = self._dispatch_at_once(tensors, *sizes)
@@ -269,7 +291,7 @@ class HybridEPBuffer:
             if handle is not None:
                 _check_reuse(handle, num_permuted_tokens, pad_multiple)
                 call.by(handle.plan)
-            payload = _payload(hidden, scaling_factor)
+            payload = _payload(hidden, scaling_factor, num_of_tokens_per_rank)
             check(
                 not use_fp8 or hidden.element_size() == 1,
                 f"use_fp8 with {hidden.dtype} (expected a one-byte dtype)",
@@ -282,7 +304,8 @@ class HybridEPBuffer:
                 given += (num_of_experts, num_of_experts_per_rank)
                 wants["pad_multiple"] = pad_multiple or 1
                 wants["row_budget"] = _rows_of(num_permuted_tokens, pad_multiple, non_blocking)
-                routing = self._find(call, payload, given, non_blocking, **wants)
+                slots = num_of_tokens_per_rank
+                routing = self._find(call, payload, given, non_blocking, slots, **wants)
                 out = payload.send(
                     call,
                     None,
@@ -429,10 +452,12 @@ class HybridEPBuffer:
         num_dispatched_tokens_tensor: Tensor | None = None,
         num_dispatched_tokens: Any = None,
         handle: PlainHandle | None = None,
+        num_of_tokens_per_rank: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, PlainHandle]:
         """Collective. Tokens to the ranks of their experts: a row for each token on each rank.
 
-        hidden [T, H] and scaling_factor, and the routing, as `dispatch_with_permute` takes them.
+        hidden [T, H] and scaling_factor, the routing, and num_of_tokens_per_rank as
+        `dispatch_with_permute` takes them.
         num_dispatched_tokens: rows of the result, if the caller knows them already; nothing waits
         for a GPU then, and what does not fit is dropped, last rows first.
         num_dispatched_tokens_tensor has no meaning here.
@@ -447,7 +472,7 @@ class HybridEPBuffer:
         with Call("dispatch", self.runtime, verb, **wants) as call:
             if handle is not None:
                 call.by(check_handle(handle, PlainHandle).plan)
-            payload = _payload(hidden, scaling_factor)
+            payload = _payload(hidden, scaling_factor, num_of_tokens_per_rank)
             if handle is not None:
                 out = self._again(call, handle, payload, (probs, topk_idx, topk_weights))
                 return out.rows, self._columns_of(handle, out.weights), out.scales, handle
@@ -455,7 +480,8 @@ class HybridEPBuffer:
             if is_known:
                 wants["row_budget"] = count_of("num_dispatched_tokens", num_dispatched_tokens)
             given = (routing_map, probs, topk_idx, topk_weights, num_of_experts, None)
-            routing = self._find(call, payload, given, is_known, **wants)
+            slots = num_of_tokens_per_rank
+            routing = self._find(call, payload, given, is_known, slots, **wants)
             routes = {"routing_map": routing.map, "map_indices": routing.indices}
             plan = call.exchange.plan(**routes, **wants)
             call.by(plan, "dispatch")
@@ -532,10 +558,19 @@ class HybridEPBuffer:
         return scatter_columns(at, row_weights, self._num_columns(plan))
 
 
-def _payload(hidden: Tensor, scaling_factor: Tensor | None) -> Payload:
-    """Scaling factors travel beside rows of one byte only."""
+def _has_slots(hidden: Tensor, slots: int | None) -> bool:
+    return slots is None or (isinstance(slots, int) and len(hidden) <= slots)
+
+
+def _payload(hidden: Tensor, scaling_factor: Tensor | None, slots: int | None) -> Payload:
+    """Scaling factors travel beside rows of one byte only. slots: num_of_tokens_per_rank."""
     has_scales = scaling_factor is not None and hidden.element_size() == 1
-    return Payload((hidden, scaling_factor) if has_scales else hidden, None, "hidden")
+    payload = Payload((hidden, scaling_factor) if has_scales else hidden, None, "hidden")
+    check(
+        _has_slots(hidden, slots),
+        f"num_of_tokens_per_rank = {slots} (expected at least {payload.num_tokens}, hidden's)",
+    )
+    return payload
 
 
 def _rows_of(num_permuted_tokens: Any, pad_multiple: int | None, non_blocking: bool) -> int | None:
