@@ -8,14 +8,17 @@
 """
 
 import importlib
+import importlib.abc
 import importlib.util
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder, MetadataPathFinder
 from types import ModuleType
 
 from weft import InvalidArgument, NotAvailable
+from weft.run import FOLDERS
 
 __all__ = ["install", "uninstall"]
 
@@ -23,7 +26,13 @@ __all__ = ["install", "uninstall"]
 _SOURCES = {
     "deep_ep": [
         "deep_ep",
+        "deep_ep.buffer",
+        "deep_ep.buffers",
+        "deep_ep.buffers.elastic",
+        "deep_ep.buffers.ep",
+        "deep_ep.buffers.legacy",
         "deep_ep.comm",
+        "deep_ep.hybrid_ep_buffer",
         "deep_ep.utils",
         "deep_ep.utils.envs",
         "deep_ep.utils.event",
@@ -37,7 +46,17 @@ _SOURCES = {
     "ultra_ep": ["ultra_ep"],
     "transformer_engine.pytorch.ep": ["transformer_engine.pytorch.ep"],  # below the real package
 }
-_MODULES = {"transformer_engine.pytorch.ep": "weft.compat.te_ep"}  # others by their names
+_MODULES = {  # others by their names
+    "deep_ep.buffer": "weft.compat.deep_ep",
+    "deep_ep.buffers": "weft.compat.deep_ep",
+    "deep_ep.buffers.elastic": "weft.compat.deep_ep",
+    "deep_ep.buffers.ep": "weft.compat.deep_ep",
+    "deep_ep.buffers.legacy": "weft.compat.deep_ep",
+    "deep_ep.hybrid_ep_buffer": "weft.compat.deep_ep.hybrid_ep",
+    "transformer_engine.pytorch.ep": "weft.compat.te_ep",
+}
+
+NAMES = tuple(_SOURCES)  # what Weft stands for
 
 _lock = threading.Lock()
 _replaced: dict[str, dict[str, ModuleType]] = {}  # by name, what was in sys.modules
@@ -60,13 +79,19 @@ def install(names: str | Iterable[str] = ("deep_ep", "uccl"), force: bool = Fals
             for name in wanted:
                 _refuse_real(name)
         for name in wanted:
-            aliases = {alias: _alias_of(alias) for alias in _SOURCES[name]}
+            aliases = {
+                alias: importlib.util.module_from_spec(_spec_of(alias)) for alias in _SOURCES[name]
+            }
+            for module in aliases.values():
+                _finder.exec_module(module)
             _replaced[name] = _take_modules(name)
             sys.modules.update(aliases)
             for alias, module in aliases.items():
                 parent, _, child = alias.rpartition(".")
                 if parent:
                     setattr(sys.modules[parent], child, module)
+        if _replaced and _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
 
 
 def uninstall(names: str | Iterable[str] = ("deep_ep", "uccl")) -> None:
@@ -80,6 +105,8 @@ def uninstall(names: str | Iterable[str] = ("deep_ep", "uccl")) -> None:
                 parent, _, child = name.rpartition(".")
                 if parent:
                     _set_child(sys.modules.get(parent), child, before.get(name))
+        if not _replaced and _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
 
 
 def _known(names: str | Iterable[str]) -> list[str]:
@@ -137,23 +164,45 @@ def _take_modules(name: str) -> dict[str, ModuleType]:
     return {one: sys.modules.pop(one) for one in found}
 
 
-def _alias_of(name: str) -> ModuleType:
-    """A module of its own with the public names of Weft's under that name.
+class _Finder(DistributionFinder, importlib.abc.Loader):
+    """Finds what is installed, also where others ask for more than the modules: `find_spec` of one
+    before it is imported, `reload`, and the version of the distribution."""
 
-    Its package path is empty: what is not registered cannot be imported a second time below it.
-    """
-    source = importlib.import_module(_MODULES.get(name, f"weft.compat.{name}"))
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        is_known = any(name in _SOURCES[one] for one in _replaced)
+        return _spec_of(name) if is_known else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The public names of Weft's module go into this one, which is one of its own."""
+        source = _source_of(module.__name__)
+        module.__doc__ = source.__doc__
+        module.__file__ = source.__file__
+        module.__all__ = list(source.__all__)
+        for public in source.__all__:
+            setattr(module, public, getattr(source, public))
+        if hasattr(source, "__getattr__"):  # for what changes
+            module.__getattr__ = source.__getattr__
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterable[Distribution]:
+        folders = [str(FOLDERS / name) for name in _replaced]
+        wanted = DistributionFinder.Context(name=context and context.name, path=folders)
+        return MetadataPathFinder.find_distributions(wanted)
+
+
+_finder = _Finder()
+
+
+def _source_of(name: str) -> ModuleType:
+    return importlib.import_module(_MODULES.get(name, f"weft.compat.{name}"))
+
+
+def _spec_of(name: str) -> ModuleSpec:
+    """A package's path is empty: what is not registered cannot be imported a second time below."""
+    source = _source_of(name)
     is_package = hasattr(source, "__path__")
-    spec = ModuleSpec(name, None, origin=source.__file__, is_package=is_package)
-    module = ModuleType(name, source.__doc__)
-    module.__spec__ = spec
-    module.__file__ = source.__file__
-    if is_package:
-        module.__path__ = []
-    module.__package__ = spec.parent
-    module.__all__ = list(source.__all__)
-    for public in source.__all__:
-        setattr(module, public, getattr(source, public))
-    if hasattr(source, "__getattr__"):  # for what changes
-        module.__getattr__ = source.__getattr__
-    return module
+    return ModuleSpec(name, _finder, origin=source.__file__, is_package=is_package)

@@ -20,7 +20,7 @@ from typing import Any
 from weft.run import calls, page, stats
 
 NAMES = ("deep_ep", "nixl_ep", "uccl")
-_FOLDERS = Path(__file__).parent / "names"
+FOLDERS = Path(__file__).parent / "names"  # by name: its module, and its distribution
 _HANDED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _OF_TERMINALS = (signal.SIGINT, signal.SIGQUIT)
 _PLUGIN = "WEFT_RUN_AS"  # the environment variable with the names, for `vllm_plugin`
@@ -137,7 +137,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _environment(names: Sequence[str], counts: str) -> dict[str, str]:
-    paths = [str(_FOLDERS / name) for name in names]
+    paths = [str(FOLDERS / name) for name in names]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     chosen = {calls.FOLDER: counts, _PLUGIN: ",".join(names), "PYTHONPATH": os.pathsep.join(paths)}
     return {**os.environ, **chosen}

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`weft.compat.install`, each time in an interpreter of its own."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
+import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from consumer_imports import STATEMENTS, ask_for_deep_ep
+
+from packages import DOWNLOADS
+from weft import compat
 
 
 def run(code: str, *paths: Path) -> str:
@@ -59,17 +67,77 @@ for name in ("deep_ep", "deep_ep.utils", "deep_ep.utils.math", "uccl", "uccl.ep"
     assert spec is not None and spec.name == name, name
     assert importlib.import_module(name).__name__ == name
 try:
-    import deep_ep.buffer
+    import deep_ep.handles
 except ModuleNotFoundError as error:
-    assert error.name == "deep_ep.buffer"
+    assert error.name == "deep_ep.handles"
 else:
-    raise SystemExit("deep_ep.buffer was imported a second time")
+    raise SystemExit("deep_ep.handles was imported a second time")
 weft.compat.uninstall()
 weft.compat.uninstall()
 assert importlib.util.find_spec("deep_ep") is None and importlib.util.find_spec("uccl") is None
 weft.compat.install("uccl")
 assert importlib.util.find_spec("deep_ep") is None and importlib.util.find_spec("uccl.ep")
 """)
+
+
+def test_programs_find_what_they_import(tmp_path):
+    (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
+    names = ("deep_ep", "uccl", "nixl_ep", "transformer_engine.pytorch.ep")
+    head = ["import weft.compat", f"weft.compat.install({names})"]
+    run("\n".join([*head, *STATEMENTS]), tmp_path)
+
+
+def test_programs_learn_the_same_of_deep_ep_as_of_a_package():
+    run("import weft.compat\nweft.compat.install()\n" + ask_for_deep_ep())
+
+
+def imports(text):
+    """The statements of a source that import what Weft stands for, as `consumer_imports` writes
+    them."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            found = [node.module]
+        elif isinstance(node, ast.Import):
+            found = [one.name for one in node.names]
+        else:
+            continue
+        weft_is = (
+            "deep_ep",
+            "moonep",
+            "nixl_ep",
+            "transformer_engine.pytorch.ep",
+            "uccl",
+            "ultra_ep",
+        )
+        if any(f"{name}.".startswith(tuple(f"{one}." for one in weft_is)) for name in found):
+            node.names.sort(key=lambda one: one.name)
+            yield ast.unparse(node)
+
+
+WEFT_IS = (
+    "deep_ep.",
+    "moonep.",
+    "nixl_ep.",
+    "transformer_engine.pytorch.ep.",
+    "uccl.",
+    "ultra_ep.",
+)
+
+
+def test_all_imports_of_packages_are_in_the_list():
+    """Those of the packages that are here: scripts/python and `make consumers` bring them."""
+    sources: list[str] = []
+    for wheel in DOWNLOADS.glob("*.whl"):
+        if wheel.name.startswith(("sgl_deep_ep", "nixl")):  # these are what Weft stands for
+            continue
+        with zipfile.ZipFile(wheel) as packed:
+            sources += [packed.read(one).decode() for one in packed.namelist() if one[-3:] == ".py"]
+    for package in ("megatron.core", "nemo_automodel"):
+        for folder in find_spec(package).submodule_search_locations if find_spec(package) else ():
+            sources += [file.read_text() for file in Path(folder).rglob("*.py")]
+    has_name = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in compat.NAMES)).search
+    found = {line for one in filter(has_name, sources) for line in imports(one)}
+    assert found <= set(STATEMENTS)
 
 
 def test_nixl_ep_is_installed_if_it_is_asked_for():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from consumer_imports import STATEMENTS, ask_for_deep_ep
 
 from weft import run
 
@@ -123,6 +124,12 @@ def test_chosen_names_are_weft_and_others_are_not():
     file, spec = done.stdout.split()
     assert file.endswith("weft/compat/uccl/ep.py") and spec == "None"
     assert done.stderr.splitlines()[-1] == "weft run: nobody called Weft (as uccl)"
+
+
+def test_programs_find_what_they_import():
+    below = [line for line in STATEMENTS if "transformer_engine" not in line]
+    done = weft_run(*python(ask_for_deep_ep() + "\n".join(below)))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_signal_is_told_as_shells_do():
