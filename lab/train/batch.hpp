@@ -78,8 +78,8 @@ class BatchSource {
   uint64_t seed_;
 };
 
-// The text that is learned: a file or a pipe, read as bytes. Throws Error (kFile) naming the file if it
-// cannot be read or holds at most `window` bytes.
+// The text that is learned: a file or a pipe, read as bytes. Throws Error (kFile) naming the file
+// if it cannot be read or holds at most `window` bytes.
 [[nodiscard]] std::vector<std::byte> read_text(const std::string& path, int window);
 
 }  // namespace weft::moe

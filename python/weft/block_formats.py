@@ -65,7 +65,8 @@ def to_nvfp4(x: Tensor, global_scale: Tensor | float = 1.0) -> tuple[Tensor, Ten
     global_scale that is not above 0, or not finite; on a GPU scales are NaNs then."""
     groups = x.float().unflatten(-1, (-1, NVFP4_GROUP))
     amax = groups.abs().amax(-1)
-    given = torch.as_tensor(global_scale, dtype=torch.float32).reshape(-1)[0]
+    place = global_scale.device if isinstance(global_scale, Tensor) else "cpu"
+    given = torch.as_tensor(global_scale, dtype=torch.float32, device=place).reshape(-1)[0]
     is_good = (given > 0) & given.isfinite()
     if not given.is_cuda and not is_good:
         raise InvalidArgument(f"global_scale = {float(given)} (expected more than 0, and finite)")

@@ -103,8 +103,9 @@ def carry_by(
 
         if domain is not None:  # a number is compared with other domains', too
             plans(len(domain))
-            mine = torch.full((len(domain), row // 4), checksum(slots), dtype=torch.int32)
-            mine = mine.view(torch.uint8).to(blocks.device)
+            shape, device = (len(domain), row // 4), blocks.device
+            mine = torch.full(shape, checksum(slots), dtype=torch.int32, device=device)
+            mine = mine.view(torch.uint8)
             theirs = carry_on(mine, domain, len(domain))
         plans(len(sources) * each)
         if domain is not None:
