@@ -32,8 +32,8 @@ class Network : private CpuExchange {
   void name_transport(std::string_view name) { context_.transport = name; }
 
   // --- calls; all collective ---
-  using CpuExchange::make_plan;
   using CpuExchange::is_outgrown;
+  using CpuExchange::make_plan;
   using CpuExchange::refuse;
   using CpuExchange::run_call;
   // Within run_call: what this rank says, and what all said to it, whose targets are in reach then.
