@@ -403,5 +403,42 @@ def decode_and_prefill(rank, num_ranks, group):
     assert first().max_tokens == NUM_MAX
 
 
+def wrong_among_exchanges(rank, num_ranks, group):
+    """Each call is another's successor on another exchange, and wrong on the last rank."""
+    buffer = Buffer(group, 1 << 20, 1 << 20, low_latency_mode=True)
+    is_wrong = rank == num_ranks - 1
+    cases = [
+        Case(rank, group, 2 * num_ranks, 2, (7, 3), distinct=True, hidden=hidden)
+        for hidden in (32, 64)
+    ]
+
+    def decode(case, x):
+        rows, _, handle, *_ = buffer.low_latency_dispatch(
+            x, case.idx, NUM_MAX, case.num_experts, use_fp8=False
+        )
+        buffer.low_latency_combine(rows, case.idx, case.weights, handle)
+
+    def prefill(case, x):
+        layout = buffer.get_dispatch_layout(case.idx, case.num_experts)
+        named = dict(num_tokens_per_rank=layout[0], is_token_in_rank=layout[3])
+        named["num_tokens_per_expert"] = layout[2]
+        weights = {"topk_idx": case.idx, "topk_weights": case.weights}
+        rows, *_, handle, _ = buffer.dispatch(x, **named, **weights)
+        buffer.combine(rows, handle)
+
+    ways = [(call, case) for case in cases for call in (decode, prefill)]
+    for _ in range(2):
+        for call, case in ways:
+            call(case, case.x)
+    for call, case in [*ways, *ways[::2], *ways[1::2]]:
+        with pytest.raises(weft.InvalidArgument, match=f"x has dtype|rank {num_ranks - 1} refused"):
+            call(case, case.x.double() if is_wrong else case.x)
+        call(case, case.x)
+
+
+def test_all_hear_what_one_refuses_where_a_buffer_has_several_exchanges(ranks):
+    ranks(wrong_among_exchanges, 2)
+
+
 def test_one_buffer_serves_decode_and_prefill_by_an_exchange_each(ranks):
     ranks(decode_and_prefill, 2)

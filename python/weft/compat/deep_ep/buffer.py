@@ -288,6 +288,8 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         verb = "plan_and_dispatch" if handle is None else "dispatch"
         wants = {"layout": "rank_major", "row_budget": 0 if num_worst_tokens else None}
         with NoGradients(), Call("dispatch", self._pool, verb, **wants) as call:
+            counts = num_tokens_per_expert
+            call.is_for(x, len(counts) if isinstance(counts, Tensor) and counts.dim() else None)
             runtime = self._runtime()
             plan = None if handle is None else call.by(check_handle(handle, Handle).plan)
             payload = Payload(x)
@@ -335,6 +337,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
             if made is not None:
                 return made
         with NoGradients(), Call("fused_dispatch", self._pool, layout="rank_major") as call:
+            call.is_for(x, num_experts)
             self._runtime()
             payload = Payload(x)
             check_routing(topk_idx, topk_weights, payload.num_tokens)
@@ -411,6 +414,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
             if made is not None:
                 return made
         with NoGradients(), Call("combine", self._pool, "combine") as call:
+            call.is_for(None, None)
             runtime = self._runtime()
             check_handle(handle, Handle)
             plan = call.by(handle.plan)

@@ -117,6 +117,7 @@ class LowLatencyMode:
             return made
         wants = _WANTS.copy()
         with NoGradients(), Call("low_latency_dispatch", self._pool, **wants) as call:
+            call.is_for(x, num_experts, with_masks=True)
             stream = self._low_latency(async_finish, return_recv_hook)
             self._hooks.check()
             block_ranks = self._block_ranks(num_experts)
@@ -285,6 +286,7 @@ class LowLatencyMode:
             if made is not None:
                 return made
         with NoGradients(), Call("low_latency_combine", self._pool, "combine") as call:
+            call.is_for(None, None, with_masks=True)
             stream = self._low_latency(async_finish, return_recv_hook)
             check_handle(handle, LowLatencyHandle)
             plan = call.by(handle.plan)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from weft import (
     CallReport,
@@ -104,9 +105,7 @@ class ExchangePool:
         exchange grows by itself later.
         """
         goes_on = self.can_lose(key[2], with_masks)
-        # One that goes on serves all calls on CPUs: after a loss no other can be made.
-        is_apart = with_masks and not (goes_on and key[2].type == "cpu")
-        kind = (*key, goes_on, is_apart)
+        kind = (*key, goes_on, self._is_apart(key[2], goes_on, with_masks))
         old = self._exchanges.get(kind)  # mostly one that is enough: that needs no lock
         is_known = most is None or most in self._agreed or self._is_capturing(key)
         if old is not None and old.max_tokens >= max_tokens and is_known:
@@ -161,6 +160,12 @@ class ExchangePool:
             return new
 
     @staticmethod
+    def _is_apart(device: torch.device, goes_on: bool, with_masks: bool) -> bool:
+        """Whether a call is made on an exchange for few tokens only. On CPUs one that goes on
+        serves all calls: after a loss no other can be made."""
+        return with_masks and not (goes_on and device.type == "cpu")
+
+    @staticmethod
     def _is_capturing(key: Key) -> bool:
         """Then nobody can be asked: nothing but the GPU's work goes on inside a capture."""
         return key[2].type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -176,6 +181,19 @@ class ExchangePool:
                 "(must be equal on all ranks)",
             )
         self._agreed.add(most)
+
+    def likely(self, x: Any, num_experts: Any, with_masks: bool) -> Exchange | None:
+        """The exchange on which the other ranks make a call that this one has to refuse, by what it
+        was given, of which anything may be wrong: rows x [T, H], the number of experts, and whether
+        it is a low-latency call. Without one of these sizes the last of its kind."""
+        row = x[0] if isinstance(x, tuple) and x else x
+        hidden = row.size(1) if isinstance(row, Tensor) and row.dim() == 2 else None
+        last = self.planned.get(with_masks, self.last)
+        for (*sizes, device, goes_on, is_apart), exchange in self._exchanges.items():
+            is_kind = is_apart == self._is_apart(device, goes_on, with_masks)
+            if is_kind and sizes == [hidden, num_experts]:
+                return exchange
+        return last
 
     def can_lose(self, device: torch.device, with_masks: bool = True) -> bool:
         """Whether calls there go on without lost ranks."""
@@ -276,7 +294,7 @@ class Call:
 
     Until an exchange begins its own call, whatever fails here makes the other ranks raise too, and
     not wait. They hear the reason on the exchange that the call is for, or while that is unknown on
-    the one that the buffer used last.
+    the one that the buffer used last; `is_for` finds a likelier one where there are several.
     """
 
     __slots__ = ("_begun", "_name", "_pool", "_verb", "exchange", "options", "plan")
@@ -297,6 +315,11 @@ class Call:
         self.exchange: Exchange | None = None if pool is None else pool.last
         self.plan: Plan | None = None
         self.options = options
+
+    def is_for(self, x: Any, num_experts: Any, with_masks: bool = False) -> None:
+        """What the call was given, before it is checked; see `ExchangePool.likely`."""
+        if self._pool is not None:
+            self.exchange = self._pool.likely(x, num_experts, with_masks)
 
     def by(self, plan: Plan, then: str | None = None) -> Plan:
         """All ranks make the call by their plans; then: the call that comes next, if another."""
