@@ -489,9 +489,10 @@ def test_bad_arguments_are_refused_before_anything_runs(ranks):
 
 
 def other_choices(rank, num_ranks, group):
-    """Choices that are not the dispatch's: in another tensor, or in the dispatch's own."""
+    """Rank 0 combines by choices that are not its dispatch's: in another tensor, or in the
+    dispatch's own."""
     case, buffer = low_latency_case(rank, num_ranks, group, topk=2, hidden=24)
-    case.idx = torch.stack([torch.randperm(case.num_experts)[:2] for _ in case.idx])
+    case.idx = torch.rand(len(case.idx), case.num_experts).argsort(1)[:, :2]
     idx = case.idx.clone()
     recv_x, _, handle, _, _ = buffer.low_latency_dispatch(
         case.x, idx, NUM_MAX, case.num_experts, use_fp8=False
@@ -500,21 +501,22 @@ def other_choices(rank, num_ranks, group):
     want, _, _ = buffer.low_latency_combine(recv_x, idx, *given)
 
     def refused(choices):
-        """One rank's are wrong; all hear which."""
         with pytest.raises(weft.InvalidArgument, match=r"combine: source_idx\[0, [01]\] = \d"):
-            buffer.low_latency_combine(recv_x, choices if rank == 1 else idx, *given)
+            buffer.low_latency_combine(recv_x, choices, *given)
 
-    others = torch.ones(len(idx), case.num_experts, dtype=torch.bool).scatter_(1, idx, False)
-    strange = idx.clone()
-    strange[0, 0] = others[0].nonzero()[0, 0]
-    refused(strange)
-    refused((idx + 1) % case.num_experts)
-    both = strange.clone()
-    both[0, 1] = both[0, 0]
-    refused(both)
+    def changed(*first):
+        choices = idx.clone()
+        if rank == 0:
+            choices[0] = torch.tensor(first)
+        return choices
+
+    one, two = idx[0].tolist() if rank == 0 else (0, 0)
+    strange = next(expert for expert in range(case.num_experts) if expert not in (one, two))
+    refused(changed(strange, two))
+    refused(changed(two, strange))
+    refused(changed(strange, strange))
     with torch.inference_mode():  # where no tensor counts its versions
-        if rank == 1:
-            idx[0] = idx[0].flip(0)
+        idx.copy_(changed(two, one))
         refused(idx)
     idx.copy_(case.idx)
     same, _, _ = buffer.low_latency_combine(recv_x, idx, *given)
