@@ -125,7 +125,7 @@ TEST_P(PlacesTest, ThePlaceOfALivingRankIsRefusedAndAllGoOn) {
   const Shared<Board> board;
   const Spare stranger([&] {
     const Group group = Group::rejoin(1, board->letter.await());
-    const auto thrown = thrown_by([&] { Caller(group, kind, 1s); });
+    const auto thrown = thrown_by([&] { Caller(group, kind, 3s); });
     board->is_over = true;
     return verdict(thrown, "rejoin: rank 1 is not lost to the others");
   });
