@@ -19,16 +19,6 @@ import weft
 
 TIMEOUT = 20.0  # seconds of a wait, in which a rank may be late on a busy machine
 
-# Steps that are left out until what they have found is mended; without its line a step is back.
-LEFT_OUT = {
-    "combine_by_other_ids": "low_latency_combine takes ids that are not its dispatch's",
-    "slots_in_place": "low_latency_combine takes slots that were reordered in place as they were",
-    "other_calls": "ranks that make different calls are not always told so by name",
-    "out_with_gaps": "combine does not write to memory with gaps",
-    "wrong_among_sizes": "what one rank refuses on a buffer of several sizes is not told to others",
-    "failed_growth": "an exchange that has failed to grow once does not grow again",
-}
-
 
 class Step(NamedTuple):
     """A kind of step. weight: how often it comes, beside others; lives: in which kinds of life."""
@@ -44,8 +34,7 @@ STEPS: dict[str, Step] = {}
 
 def step(weight: float, lives: str = "steady mortal", device: str = "") -> Callable:
     def add(make: Callable[[Life], None]) -> Callable[[Life], None]:
-        if make.__name__ not in LEFT_OUT:
-            STEPS[make.__name__] = Step(make, weight, lives, device)
+        STEPS[make.__name__] = Step(make, weight, lives, device)
         return make
 
     return add
