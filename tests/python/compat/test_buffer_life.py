@@ -431,7 +431,7 @@ def wrong_among_exchanges(rank, num_ranks, group):
         for call, case in ways:
             call(case, case.x)
     for call, case in [*ways, *ways[::2], *ways[1::2]]:
-        with pytest.raises(weft.InvalidArgument, match=f"x has dtype|rank {num_ranks - 1} refused"):
+        with pytest.raises(weft.InvalidArgument, match=f"dtype|rank {num_ranks - 1} refused"):
             call(case, case.x.double() if is_wrong else case.x)
         call(case, case.x)
 

@@ -170,7 +170,7 @@ TEST(SignatureTest, WhatMakesACallLargerIsToldBeforeItsMemory) {
 
 TEST(SignatureTest, AForeignNumberStaysANumber) {
   EXPECT_EQ(
-      difference_text(Op::kPlan, 0, 0, 0xff, 1),
+      difference_text(Op::kPlan, 0, 0, int64_t{3} << 32, 1),
       "layout = rank_major here and 3 on rank 1 (must be equal on all ranks)"
   );
   EXPECT_EQ(

@@ -131,8 +131,8 @@ TEST(FaultTextTest, CountsCallsOfPlansAsTheirCallerDoes) {
       "combine: plan number = 6 here and 0 on rank 2 (must be equal on all ranks)"
   );
   fault.op = Op::kPlan;
-  fault.seen = 3;
-  fault.wanted = 2;
+  fault.seen = int64_t{3} << 32;
+  fault.wanted = int64_t{2} << 32;
   EXPECT_EQ(
       fault_text(fault, some_rank()),
       "plan: layout = expert_strided here and 3 on rank 2 (must be equal on all ranks)"

@@ -102,19 +102,32 @@ constexpr Case kCases[] = {
 };
 
 class PlacesTest : public testing::TestWithParam<const char*> {};
+// Between hosts the two may reach different ranks first, which do not compare them.
+class SharedPlacesTest : public testing::TestWithParam<const char*> {};
 class LostPlacesTest : public testing::TestWithParam<std::tuple<const char*, Case>> {};
 
 INSTANTIATE_TEST_SUITE_P(By, PlacesTest, testing::ValuesIn(kKinds), [](const auto& at) {
   return std::string(at.param);
 });
-INSTANTIATE_TEST_SUITE_P(
-    By,
-    LostPlacesTest,
-    testing::Combine(testing::ValuesIn(kKinds), testing::ValuesIn(kCases)),
-    [](const auto& at) {
-      return fmt::format("{}{}", std::get<0>(at.param), std::get<1>(at.param).name);
+INSTANTIATE_TEST_SUITE_P(By, SharedPlacesTest, testing::Values("shm"), [](const auto& at) {
+  return std::string(at.param);
+});
+// Between hosts members may take in a process in the moment in which it gives up.
+std::vector<std::tuple<const char*, Case>> lost_places() {
+  std::vector<std::tuple<const char*, Case>> places;
+  for (const char* const kind : kKinds) {
+    for (const Case& one : kCases) {
+      if (kind == std::string_view("shm") || one.before != Before::kOneGivesUp) {
+        places.emplace_back(kind, one);
+      }
     }
-);
+  }
+  return places;
+}
+
+INSTANTIATE_TEST_SUITE_P(By, LostPlacesTest, testing::ValuesIn(lost_places()), [](const auto& at) {
+  return fmt::format("{}{}", std::get<0>(at.param), std::get<1>(at.param).name);
+});
 
 TEST_P(PlacesTest, ThePlaceOfALivingRankIsRefusedAndAllGoOn) {
   const char* const kind = GetParam();
@@ -146,7 +159,7 @@ TEST_P(PlacesTest, ThePlaceOfALivingRankIsRefusedAndAllGoOn) {
   EXPECT_EQ(stranger.status(), 0);
 }
 
-TEST_P(PlacesTest, OfTwoProcessesInOnePlaceOneIsRefused) {
+TEST_P(SharedPlacesTest, OfTwoProcessesInOnePlaceOneIsRefused) {
   const char* const kind = GetParam();
   struct Board {
     Letter letter;
@@ -180,7 +193,6 @@ TEST_P(PlacesTest, OfTwoProcessesInOnePlaceOneIsRefused) {
     if (group.rank() == 0) {
       board->letter.send(rank.invitation());
     }
-    // Where each is heard by another rank, none is refused before the readmission.
     for (int look = 0; look < 1000 && board->num_refused == 0; ++look) {
       std::this_thread::sleep_for(1ms);
     }
