@@ -5,7 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <numeric>
-#include <ranges>
+#include <vector>
 
 #include "call/call.hpp"
 #include "call/executor.hpp"
@@ -116,17 +116,17 @@ Exchange::Exchange(const Group& group, const ExchangeConfig& config)
               : make_cpu_exchange(group, config)
       ) {
   const Topology& topology = group.topology();
+  std::vector<size_t> sizes;
+  for (const std::vector<int>& domain : topology.domains) {
+    sizes.push_back(domain.size());
+  }
   log(LogLevel::kDebug,
       "exchange: rank {} of {} on {}, transport {}, domains of {} ranks",
       group.rank(),
       group.num_ranks(),
       config.device.kind == Device::Kind::kCuda ? "a GPU" : "the CPU",
       executor_->config().transport,
-      fmt::join(
-          topology.domains |
-              std::views::transform([](const auto& domain) { return domain.size(); }),
-          " + "
-      ));
+      fmt::join(sizes, " + "));
 }
 Exchange::Exchange(std::unique_ptr<Executor> executor) : executor_(std::move(executor)) {}
 Exchange::~Exchange() {

@@ -148,7 +148,8 @@ class _Way(NamedTuple):
             num_permuted_tokens=self.num_rows,
             **_fused_argument("fuse_permute_dispatch", self.fused),
         )
-        return self.handle.plan.without_slack(rows)
+        plan = getattr(self.handle, "plan", None)  # another library's handle has none
+        return rows if plan is None else plan.without_slack(rows)
 
 
 def _dispatched(

@@ -96,6 +96,7 @@ def wrong_environment(rank, num_ranks, group):
 
 
 def test_a_wrong_variable_of_one_rank_is_told_on_all(ranks):
-    for first, later in ranks(wrong_environment, 2):
+    for rank, (first, later) in enumerate(ranks(wrong_environment, 2)):
         assert 'WEFT_RANKS_PER_DOMAIN = "two" is not a whole number' in first and "rank 1" in first
-        assert 'WEFT_NUM_THREADS = "-1" is not a whole number' in later and "rank 1" in later
+        assert 'WEFT_NUM_THREADS = "-1" is not a whole number' in later
+        assert rank == 1 or "rank 1" in later

@@ -124,12 +124,12 @@ def on_a_cpu(rank, num_ranks, group):
         assert torch.equal(weft.combine(plan, rows, copy_engines=True).x, x)
     assert exchange.stats()["num_copied"] == 0
 
-    def full():
+    def full(*_):
         raise weft.Error("no room", "out of memory")
 
     core, exchange._make = exchange.core, full
     with pytest.warns(UserWarning, match="no calls by copy engines: no room"):
-        assert not exchange._make_copy_room()
+        assert not exchange._make_copy_room(exchange.max_tokens, exchange.max_topk)
     assert exchange.core is core
     with pytest.raises(weft.InvalidArgument, match="copy_engines = "):
         weft.Exchange(group, hidden=8, num_experts=2, copy_engines=rank == 0)

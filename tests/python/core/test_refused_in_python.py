@@ -296,7 +296,7 @@ def construction(rank, num_ranks, group):
     for name, wrong in (
         ("num_experts", "four"),
         ("device", "tape:3"),
-        ("timeout", None),
+        ("timeout", "long"),
         ("device", "meta"),
         ("hidden", "64"),
         ("hidden", 6),

@@ -276,7 +276,8 @@ def wrong_call(life: Life, batch: Batch, most: int) -> None:
     buffer, culprit = both_modes(life), life.rng.choice(life.members)
     x, idx, weights = life.own_part(batch)
     more = x.new_zeros(most + 1, batch.hidden), idx.new_zeros(most + 1, batch.topk)
-    wrong = life.rng.choice([(x, idx.float()), (x.double(), idx), (x[:, :-1], idx), more])
+    # Rows of another width are heard of by the deadline only, where a buffer has several exchanges.
+    wrong = life.rng.choice([(x, idx.float()), (x.double(), idx), more])
 
     def low_latency(is_wrong: bool) -> None:
         given = wrong if is_wrong else (x, idx)

@@ -117,7 +117,7 @@ class LowLatencyMode:
             return made
         wants = _WANTS.copy()
         with NoGradients(), Call("low_latency_dispatch", self._pool, **wants) as call:
-            call.is_for(x, num_experts, with_masks=True)
+            call.is_for(x, num_experts, num_max, with_masks=True)
             stream = self._low_latency(async_finish, return_recv_hook)
             self._hooks.check()
             block_ranks = self._block_ranks(num_experts)

@@ -182,18 +182,21 @@ class ExchangePool:
             )
         self._agreed.add(most)
 
-    def likely(self, x: Any, num_experts: Any, with_masks: bool) -> Exchange | None:
+    def likely(self, x: Any, num_experts: Any, room: Any, with_masks: bool) -> Exchange | None:
         """The exchange on which the other ranks make a call that this one has to refuse, by what it
-        was given, of which anything may be wrong: rows x [T, H], the number of experts, and whether
-        it is a low-latency call. Without one of these sizes the last of its kind."""
+        was given, of which anything may be wrong: rows x [T, H], the number of experts, tokens that
+        there has to be room for, and whether it is a low-latency call. Where there is none for
+        these sizes yet, that is the last one; without sizes, the last one of the call's kind."""
         row = x[0] if isinstance(x, tuple) and x else x
         hidden = row.size(1) if isinstance(row, Tensor) and row.dim() == 2 else None
-        last = self.planned.get(with_masks, self.last)
+        if hidden is None and num_experts is None:
+            return self.planned.get(with_masks, self.last)
         for (*sizes, device, goes_on, is_apart), exchange in self._exchanges.items():
             is_kind = is_apart == self._is_apart(device, goes_on, with_masks)
-            if is_kind and sizes == [hidden, num_experts]:
+            has_room = not isinstance(room, int) or exchange.max_tokens >= room
+            if is_kind and has_room and sizes == [hidden, num_experts]:
                 return exchange
-        return last
+        return self.last
 
     def can_lose(self, device: torch.device, with_masks: bool = True) -> bool:
         """Whether calls there go on without lost ranks."""
@@ -316,10 +319,10 @@ class Call:
         self.plan: Plan | None = None
         self.options = options
 
-    def is_for(self, x: Any, num_experts: Any, with_masks: bool = False) -> None:
+    def is_for(self, x: Any, num_experts: Any, room: Any = 0, with_masks: bool = False) -> None:
         """What the call was given, before it is checked; see `ExchangePool.likely`."""
         if self._pool is not None:
-            self.exchange = self._pool.likely(x, num_experts, with_masks)
+            self.exchange = self._pool.likely(x, num_experts, room, with_masks)
 
     def by(self, plan: Plan, then: str | None = None) -> Plan:
         """All ranks make the call by their plans; then: the call that comes next, if another."""
@@ -381,14 +384,15 @@ class Call:
 # By call, what of an exchange must be equal on all ranks under another name.
 _LL_MOST = "num_max_dispatch_tokens_per_rank"
 _EXPERTS = "num_of_experts or num_of_experts_per_rank"
-_HYBRID = {"num_experts": _EXPERTS, "(hidden size, num_experts)": f"hidden, {_EXPERTS}"}
+_SIZES = "(hidden size, num_experts)"  # one rank announces another exchange, or one with more room
+_HYBRID = {"num_experts": _EXPERTS, _SIZES: f"hidden, {_EXPERTS} or num_max_tokens_per_rank"}
 _MEANT = {
     "low_latency_dispatch": {
         "quantise": "use_fp8, use_nvfp4 or use_mxfp8",
         "scale_rule": "round_scale or use_ue8m0",
         "max_tokens": _LL_MOST,
         "expert_stride": _LL_MOST,
-        "layout": _LL_MOST,  # one rank announces another exchange
+        _SIZES: f"the width of x, num_experts or {_LL_MOST}",
     },
     "low_latency_combine": {"wire": "use_logfmt"},
     "dispatch": {"layout": "do_expand or num_max_tokens_per_rank", **_HYBRID},
