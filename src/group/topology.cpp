@@ -159,7 +159,7 @@ Card make_card(const RanksPerDomain& read_ranks_per_domain, SharedMemory& probe)
     copy_text(card.host, this_host());
   });
   card.outcome_bytes = static_cast<uint32_t>(std::min(outcome.size(), card.outcome.size()));
-  std::memcpy(card.outcome.data(), outcome.data(), card.outcome_bytes);
+  std::copy_n(outcome.begin(), card.outcome_bytes, card.outcome.begin());
   return card;
 }
 

@@ -97,6 +97,39 @@ std::string mismatch_text(const FaultRecord& fault, const RankView& me) {
   );
 }
 
+// A plan, graph or input that a call cannot use.
+std::string input_text(const FaultRecord& fault, const RankView& me) {
+  switch (fault.kind) {
+    case FaultKind::kOldPlan:
+      return "ranks were lost or came back since the plan was made (make it again)";
+    case FaultKind::kOtherPlan:
+      return fault.seen == 0 ? "the plan was never made (its call was given up, or is in a graph "
+                               "that was not replayed)"
+                             : "another plan lies in the memory of this one (the graph that makes "
+                               "it has not been replayed since a graph that shares its memory)";
+    case FaultKind::kOldGraph:
+      return "a replayed graph was captured before a lost rank came back, whose memory has other "
+             "addresses now (capture it again; with WEFT_GPU_TRANSPORT=vmm they stay)";
+    case FaultKind::kOtherChoice:
+      return fmt::format(
+          "source_idx[{}, {}] = {} (the plan was made of {} there; this was call {})",
+          fault.seen,
+          fault.what,
+          fault.wanted,
+          fault.block,
+          call_number(me, fault.epoch)
+      );
+    case FaultKind::kBadGlobalScale:
+      return fmt::format(
+          "global_scale = {} (expected more than 0, and finite; this was call {})",
+          std::bit_cast<float>(static_cast<uint32_t>(fault.seen)),
+          call_number(me, fault.epoch)
+      );
+    default:
+      return fmt::format("a fault of kind {} (defect)", static_cast<uint32_t>(fault.kind));
+  }
+}
+
 std::string problem_text(
     const FaultRecord& fault, const RankView& me, const ControlSurvey& survey
 ) {
@@ -139,35 +172,10 @@ std::string problem_text(
       return fmt::format(
           "rank {} has broken off and did not wait for this call: its rows may be gone", fault.peer
       );
-    case FaultKind::kOldPlan:
-      return "ranks were lost or came back since the plan was made (make it again)";
-    case FaultKind::kOtherPlan:
-      return fault.seen == 0 ? "the plan was never made (its call was given up, or is in a graph "
-                               "that was not replayed)"
-                             : "another plan lies in the memory of this one (the graph that makes "
-                               "it has not been replayed since a graph that shares its memory)";
-    case FaultKind::kOldGraph:
-      return "a replayed graph was captured before a lost rank came back, whose memory has other "
-             "addresses now (capture it again; with WEFT_GPU_TRANSPORT=vmm they stay)";
-    case FaultKind::kOtherChoice:
-      return fmt::format(
-          "source_idx[{}, {}] = {} (the plan was made of {} there; this was call {})",
-          fault.seen,
-          fault.what,
-          fault.wanted,
-          fault.block,
-          call_number(me, fault.epoch)
-      );
-    case FaultKind::kBadGlobalScale:
-      return fmt::format(
-          "global_scale = {} (expected more than 0, and finite; this was call {})",
-          std::bit_cast<float>(static_cast<uint32_t>(fault.seen)),
-          call_number(me, fault.epoch)
-      );
-    case FaultKind::kNone:
+    default:
       break;
   }
-  return fmt::format("a fault of kind {} (defect)", static_cast<uint32_t>(fault.kind));
+  return input_text(fault, me);
 }
 
 }  // namespace
