@@ -33,9 +33,6 @@ void wait_until(MessageRoll& roll, const std::function<bool()>& is_over) {
 }
 
 TEST(MessageRollTest, ARankWithoutMemoryToHearOthersLeavesThemAndSaysWhy) {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "sanitizers need address space";
-#endif
   const std::vector<int> codes = run_forked(2, [](const Group& group) {
     MessageRoll roll(group, 20s);
     group.barrier();
