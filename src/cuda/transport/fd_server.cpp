@@ -206,7 +206,8 @@ bool FdServer::answer(int connection) const {
     std::memcpy(CMSG_DATA(extra), &fd, sizeof fd);
   }
   // One message fits the connection, so this does not wait.
-  static_cast<void>(::sendmsg(connection, &message.header, MSG_NOSIGNAL));
+  while (::sendmsg(connection, &message.header, MSG_NOSIGNAL) < 0 && errno == EINTR) {
+  }
   return true;
 }
 
