@@ -55,7 +55,7 @@ struct CallOptions {
 enum class Quantise : uint8_t { kNone, kE4M3, kE5M2, kMxfp8, kNvfp4 };
 inline constexpr int kQuantiseGroup = 128;
 
-// What the scale of a group of FP8 is; kNvfp4 knows kExact and kUe8m0, kMxfp8 kExact alone. An
+// How the scale of a group of FP8 is made; kNvfp4 has kExact and kUe8m0, kMxfp8 has kExact only. An
 // element is multiplied by the largest FP8 number divided by the largest magnitude (by one over the
 // scale, if that is a power of two), rounded to fp32 both times, and then to FP8.
 enum class ScaleRule : uint8_t {

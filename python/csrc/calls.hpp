@@ -108,7 +108,7 @@ class Calls {
   int64_t spare_rows = 0;
 
  private:
-  // In the list as long as it lives.
+  // A question that stays in the list for its lifetime.
   class Question {
    public:
     Question(Calls& calls, const std::function<void()>& ask) : calls_(calls), ask_(ask) {
@@ -149,7 +149,7 @@ class Calls {
     Calls* outer_;
   };
 
-  // What a call asks while it waits (core/interrupt.hpp).
+  // A call polls this while it waits (core/interrupt.hpp).
   static bool is_asked() {
     if (Within::current != nullptr && Within::current->num_questions_ > 0) {
       Within::current->answer_all();

@@ -50,8 +50,8 @@ int fstat64(int file, struct stat64* found) {
   return static_cast<int>(::syscall(SYS_fstat, file, found));
 }
 
-// Of 2.30, and that one where the system has it. An older system waits by the wall clock: if that
-// is set back meanwhile, the wait is longer.
+// glibc has this function from 2.30 on, and it is called where the system has it. An older system
+// waits by the wall clock: if that is set back meanwhile, the wait is longer.
 int pthread_cond_clockwait(
     pthread_cond_t* condition, pthread_mutex_t* mutex, clockid_t clock, const timespec* until
 ) {

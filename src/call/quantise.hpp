@@ -39,7 +39,7 @@ constexpr bool has_scale_rule(Quantise kind, ScaleRule rule) {
          (kind == Quantise::kNvfp4 ? rule == ScaleRule::kUe8m0 : kind != Quantise::kMxfp8);
 }
 
-// What smaller largest magnitudes but zero count as, with ScaleRule::kExact.
+// Lower bound of a group's largest magnitude with ScaleRule::kExact, unless that is zero.
 inline constexpr float kLeastExactMagnitude = 0x1p-110F;
 
 WEFT_HD constexpr float largest_fp8(Quantise kind) {

@@ -96,8 +96,8 @@ class CallBoard {
   // error. If that is for want of room, it throws what else was wrong on others.
   void refuse(Op op, const Refusal& reason);
 
-  // Whether all ranks have come to the last call, a plan, and those that refused it, some at least,
-  // did so for want of room.
+  // True if the last call was a plan to which all ranks came, at least one refused it, and every
+  // refusal was for want of room.
   [[nodiscard]] bool is_outgrown() const { return is_outgrown_; }
 
   // Ranks that have not begun the call that this one is in, ascending.

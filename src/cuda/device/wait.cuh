@@ -85,8 +85,8 @@ __device__ inline void tell_fault(const RankView& me, const FaultRecord& fault) 
   tell(me, me.fault, fault);
 }
 
-// What is wrong with a call that goes on: one of its threads tells the host, unless that has yet to
-// read of an earlier call's.
+// One thread of a call that goes on in spite of `misuse` notifies the host, unless the host has yet
+// to read that of an earlier call.
 __device__ inline void tell_misuse(const RankView& me, const FaultRecord& misuse) {
   FaultRecord* const record = me.fault + 1;
   const auto* told = reinterpret_cast<volatile FaultKind*>(&record->kind);

@@ -142,7 +142,7 @@ class CudaExchange final : public Executor {
   [[nodiscard]] std::optional<LossWatch::Calls> ended_calls() const;
   // check() within a call, in `stream`, which goes on whatever was wrong with those before it.
   void check_faults(std::optional<cudaStream_t> stream = std::nullopt);
-  // Whether it would throw; any thread may ask.
+  // Returns whether check_faults() would throw; any thread may ask.
   [[nodiscard]] bool has_fault() const { return has_record(0); }
 
  private:
