@@ -65,10 +65,26 @@ MessageRoll::Start MessageRoll::join(
 ) {
   const Context context = context_of(group);
   const Deadline deadline(timeout);
+  const auto check = [&](bool is_in_time) {
+    WEFT_CHECK(
+        context,
+        is_in_time,
+        ErrorCode::kTimeout,
+        "rejoin: rank {} is not lost to the others",
+        context.rank
+    );
+  };
   Welcome welcome;
-  for (;;) {
-    const Bytes answer =
-        Links::ask(invitation.address, invitation.port, invitation.token, deadline, context);
+  for (bool is_taken = false;; is_taken = true) {
+    Bytes answer;
+    try {
+      answer = Links::ask(
+          invitation.address, invitation.port, invitation.token, deadline, context
+      );
+    } catch (const Error&) {
+      check(!is_taken || !deadline.has_passed());  // the last answer holds
+      throw;
+    }
     std::span<const std::byte> rest = answer;
     const auto num_ranks = static_cast<size_t>(context.num_ranks);
     const Number number = take_number(rest).value_or(Number());
@@ -84,13 +100,7 @@ MessageRoll::Start MessageRoll::join(
     if (!welcome.agreed.members.has(context.rank)) {
       break;
     }
-    WEFT_CHECK(
-        context,
-        deadline.left() > Links::kAskEvery,
-        ErrorCode::kTimeout,
-        "rejoin: rank {} is not lost to the others",
-        context.rank
-    );
+    check(deadline.left() > Links::kAskEvery);
     std::this_thread::sleep_for(Links::kAskEvery);
   }
   const Members& members = welcome.agreed.members;

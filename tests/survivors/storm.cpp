@@ -55,11 +55,20 @@ bool says(const std::exception& error, std::string_view what) {
 class StormRank {
  public:
   // number: of the return with which it comes; 0: it is there from the beginning.
-  StormRank(const Storm& storm, int rank, Board& board, const Fate& fate, int number = 0)
+  // comes_again: the one that came before with that return was lost.
+  StormRank(
+      const Storm& storm,
+      int rank,
+      Board& board,
+      const Fate& fate,
+      int number = 0,
+      bool comes_again = false
+  )
       : storm_(storm),
         rank_(rank),
         fate_(fate),
         number_(number),
+        comes_again_(comes_again),
         board_(board),
         watch_(1, storm.bound / 2) {
     board.pid[static_cast<size_t>(rank)] = ::getpid();
@@ -94,11 +103,16 @@ class StormRank {
       group.barrier();
       start_clock();
     } else {
-      start_clock();
+      if (!comes_again_) {
+        start_clock();
+      }
       exchange_.emplace(make_exchange(group, storm_.setup, config));
       board_.is_in[static_cast<size_t>(rank_)] = 1;
       number_ = board_.number;
       call_back(board_.round);
+      if (comes_again_) {  // not before: all would call each other back for ever
+        start_clock();
+      }
     }
   }
 
@@ -232,6 +246,7 @@ class StormRank {
   int rank_;
   Fate fate_;
   int number_;  // of the last return
+  bool comes_again_;
   Board& board_;
   Watch watch_;
   std::optional<Exchange> exchange_;
@@ -284,26 +299,21 @@ class Supervisor {
     while (!board_.is_over) {
       const int number = board_.wanted[at_];
       if (number > 0) {
-        const Fate fate = next_fate(number);
+        const bool comes_again = std::exchange(last_number_, number) == number;
+        Fate fate = storm_.fates[static_cast<size_t>(number)][at_];
+        if (comes_again) {  // it is not lost on its way again
+          fate.when = When::kStep;
+        }
         const pid_t child = ::fork();
         if (child == 0) {
           ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-          StormRank rank(storm_, rank_, board_, fate, number);
+          StormRank rank(storm_, rank_, board_, fate, number, comes_again);
           ::_exit(run_rank(rank, storm_, Group::rejoin(rank_, board_.invitation.data())));
         }
         await(child, fate.end);
       }
       std::this_thread::sleep_for(1ms);
     }
-  }
-
-  // Who comes again after it was lost on its way is not lost there again.
-  Fate next_fate(int number) {
-    Fate fate = storm_.fates[static_cast<size_t>(number)][at_];
-    if (std::exchange(last_number_, number) == number) {
-      fate.when = When::kStep;
-    }
-    return fate;
   }
 
   void await(pid_t child, End end) {
