@@ -156,9 +156,10 @@ bool Ballots::decide() {
   ++next.members.epoch;
   next.members.ranks = stay;
   for (size_t rank = 0; rank < own.wishes.size(); ++rank) {
-    if (own.wishes[rank] == Wish::kBack) {
+    const uint64_t life = life_in(own.wishes[rank]);
+    if (life > next.members.lives[rank] && !agreed_.members.has(static_cast<int>(rank))) {
       next.members.ranks.push_back(static_cast<int>(rank));
-      ++next.members.lives[rank];
+      next.members.lives[rank] = life;
     }
   }
   std::ranges::sort(next.members.ranks);

@@ -18,9 +18,10 @@
 // ranks here. So a silent rank is left out only if more than half of the members stay: two such
 // sets would have a rank in common.
 //
-// A new process in the place of a lost rank is let in by votes, too, but not by its own. So it may
-// hear of two sets for its first epoch. The one with fewer of the members before counts then, as
-// votes only grow, and those who had decided for the other one are gone; whoever has begun with
+// A new process in the place of a lost rank is let in by votes, too, but not by its own. Votes name
+// it by its life (next_life()), which no other has: if several come, all agree on one of them. It
+// may hear of two sets for its first epoch. The one with fewer of the members before counts then,
+// as votes only grow, and those who had decided for the other one are gone; whoever has begun with
 // that one is out, and may join again. It tells nobody of the members that it is one of, since who
 // had voted for others would not take them from who has told it; and in its first epoch it does not
 // count among the half of the members.
@@ -35,12 +36,19 @@
 namespace weft {
 
 // What is to become of a rank. The larger one counts.
-enum class Wish : uint8_t {
+enum class Wish : uint64_t {
   kNone,    // as it is
   kSilent,  // a member that is to go: it does not answer
   kGone,    // likewise: its end is proven
-  kBack,    // the next life of a lost rank, which is to be a member
 };
+// A new process with this life, not 0, is to be a member in the place of a lost rank.
+constexpr Wish taken_in(uint64_t life) {
+  return static_cast<Wish>(static_cast<uint64_t>(Wish::kGone) + life);
+}
+// 0: of none.
+constexpr uint64_t life_in(Wish wish) {
+  return wish <= Wish::kGone ? 0 : static_cast<uint64_t>(wish) - static_cast<uint64_t>(Wish::kGone);
+}
 
 struct Vote {
   uint64_t epoch = 0;      // which it wants to end

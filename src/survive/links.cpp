@@ -62,10 +62,6 @@ bool is_given(const Links::Card& card) {
   return card.port != 0;
 }
 
-bool is_same(const Links::Card& one, const Links::Card& other) {
-  return one.port == other.port && one.address == other.address;
-}
-
 }  // namespace
 
 Links::Links(const Group& group, std::chrono::milliseconds timeout)
@@ -246,7 +242,6 @@ void Links::take(int rank, uint64_t life, bool connects) {
   if (next.life == life && next.line.socket.is_open()) {
     link = std::exchange(next, {});
   } else {
-    // Another process may be on its way to the same life.
     link = {};
     link.life = life;
     link.has_ended = next.life == life && next.has_ended;
@@ -294,6 +289,7 @@ void Links::try_to_connect(Link& link, std::chrono::milliseconds patience) const
     push(link);
   }
   link.problem = link.knock->has_connected() ? "" : link.knock->problem();
+  link.is_awaited = link.is_awaited && (link.problem.empty() || !link.was_turned_away);
   link.knock.reset();
 }
 
@@ -350,19 +346,17 @@ void Links::seat(Arrival& arrival, const Events& events) {
   const int rank = arrival.rank;
   const Introduction& said = arrival.said;
   Link& link = links_[static_cast<size_t>(rank)];
-  const bool is_that = !is_given(link.card) || is_same(said.card, link.card);
-  if (said.life == link.life && link.is_awaited && is_that) {
+  if (said.life == link.life && link.is_awaited) {
     link.line.socket = std::move(socket);
     link.knock.reset();
     link.is_awaited = false;
     link.is_known = true;
-    link.has_ended = false;  // that was another process
     link.card = said.card;
     watch(link);
     push(link);
     return;
   }
-  if (said.life == link.life && is_same(said.card, link.card) && !link.other.socket.is_open()) {
+  if (said.life == link.life && !link.other.socket.is_open()) {
     link.other.socket = std::move(socket);
     link.is_known = true;
     return;
@@ -370,12 +364,11 @@ void Links::seat(Arrival& arrival, const Events& events) {
   if (said.life <= link.life) {
     return;
   }
-  // This rank may have yet to hear of the life before. Of two processes in one life the first is
-  // heard until it ends, as others may have let it in.
+  // This rank may have yet to hear of the life before.
   Link& next = next_[static_cast<size_t>(rank)];
   read(rank, next, events);
   const bool is_free = !next.line.socket.is_open() || !next.watch.is_alive();
-  if (is_free || said.life > next.life) {
+  if (is_free || turn_of(said.life) > turn_of(next.life)) {
     next = {};
     next.life = said.life;
     next.card = said.card;
@@ -463,10 +456,11 @@ bool Links::is_awaited(int rank) const {
   return links_[static_cast<size_t>(rank)].is_awaited;
 }
 
-bool Links::has_next(int rank) const {
+bool Links::has_next(int rank, uint64_t life) const {
   const Link& next = next_[static_cast<size_t>(rank)];
-  return next.life == links_[static_cast<size_t>(rank)].life + 1 && next.line.socket.is_open() &&
-         next.watch.is_alive();
+  return next.life == life &&
+         turn_of(life) == turn_of(links_[static_cast<size_t>(rank)].life) + 1 &&
+         next.line.socket.is_open() && next.watch.is_alive();
 }
 
 std::vector<pollfd> Links::wanted() const {
@@ -510,11 +504,12 @@ void Links::read_line(int rank, Link& link, Line& line, const Events& events) {
     errno = 0;  // which a side that has closed leaves as it is
     const IoState state = line.reader.read_some(line.socket);
     if (state == IoState::kClosed) {
-      // Who has not been let in at all was turned away.
       const bool is_end = errno == 0 || errno == ECONNRESET || errno == EPIPE;
       link.has_ended = link.has_ended || (link.is_known && is_end);
       if (&line == &link.line) {
         link.unsent.clear();
+        link.was_turned_away = !link.is_known && link.connects;
+        link.is_awaited = link.was_turned_away && !link.is_dismissed;
       }
       line.socket.close();
     }

@@ -10,7 +10,8 @@
 //
 // A rank that is lost may be followed by a new process in its place, its next life
 // (survive/roll.hpp). That connects to all ranks that are left, and its connections lie beside the
-// old ones until it is taken in.
+// old ones until it is taken in. If several processes come for one turn in a place, a rank hears
+// the first until that ends, and the others try again.
 #pragma once
 
 #include <array>
@@ -34,6 +35,15 @@
 #include "weft/group.hpp"
 
 namespace weft {
+
+// The upper half of a life: the how manieth it is in its place. The lower half tells apart those
+// who come for the same turn.
+constexpr uint64_t turn_of(uint64_t life) {
+  return life >> 32;
+}
+constexpr uint64_t next_life(uint64_t life, uint32_t random) {
+  return ((turn_of(life) + 1) << 32) | random;
+}
 
 // One thread at a time, but for wake().
 class Links {
@@ -78,8 +88,8 @@ class Links {
   // There is a connection; one is yet to come.
   [[nodiscard]] bool is_open(int rank) const;
   [[nodiscard]] bool is_awaited(int rank) const;
-  // The next life of a rank has come, and has not ended.
-  [[nodiscard]] bool has_next(int rank) const;
+  // This next life of a rank has come, and has not ended.
+  [[nodiscard]] bool has_next(int rank, uint64_t life) const;
 
   // The rank is in this life now. If there is no connection yet, this rank `connects` once it has
   // learned where, or the other one will; both may.
@@ -135,7 +145,8 @@ class Links {
     bool is_awaited = false;  // it has not been there yet
     bool connects = false;    // this rank does, once it knows the card
     Clock::time_point next_try = {};
-    bool is_known = false;  // the other side has taken the connection for that of a rank
+    bool is_known = false;         // the other side has taken the connection for that of a rank
+    bool was_turned_away = false;  // the other side hears another process in this one's place yet
     bool is_dismissed = false;
     bool has_ended = false;
   };

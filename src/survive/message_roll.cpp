@@ -78,9 +78,7 @@ MessageRoll::Start MessageRoll::join(
   for (bool is_taken = false;; is_taken = true) {
     Bytes answer;
     try {
-      answer = Links::ask(
-          invitation.address, invitation.port, invitation.token, deadline, context
-      );
+      answer = Links::ask(invitation.address, invitation.port, invitation.token, deadline, context);
     } catch (const Error&) {
       check(!is_taken || !deadline.has_passed());  // the last answer holds
       throw;
@@ -104,7 +102,8 @@ MessageRoll::Start MessageRoll::join(
     std::this_thread::sleep_for(Links::kAskEvery);
   }
   const Members& members = welcome.agreed.members;
-  const uint64_t life = members.lives[static_cast<size_t>(context.rank)] + 1;
+  const uint64_t life =
+      next_life(members.lives[static_cast<size_t>(context.rank)], random_value<uint32_t>());
   Start start = {.links = Links(group, invitation.token), .life = life, .agreed = welcome.agreed};
   start.links.join(life, members.ranks, members.lives, welcome.cards);
   return start;
@@ -259,12 +258,18 @@ uint64_t MessageRoll::set() const {
 }
 
 void MessageRoll::tell_beats() {
-  const uint64_t beats = own_beats_.load(std::memory_order_relaxed);
   const auto now = Clock::now();
-  if (beats != told_beats_ && now >= next_beat_) {
-    told_beats_ = beats;
+  if (now < next_beat_) {
+    return;
+  }
+  const uint64_t beats = own_beats_.load(std::memory_order_relaxed);
+  if (std::exchange(told_beats_, beats) != beats) {
     next_beat_ = now + beat_every_;
     tell_all(FrameKind::kBeat, {});
+  }
+  if (is_asking_ && !ballots_.is_in()) {  // again: some may have turned it away before
+    next_beat_ = now + beat_every_;
+    tell_all(FrameKind::kAsk, {});
   }
 }
 
@@ -432,7 +437,8 @@ void MessageRoll::propose(const Members& instead_of, uint64_t call, std::span<co
   for (const int rank : ranks) {
     if (!instead_of.has(rank)) {
       is_same = false;
-      wishes[static_cast<size_t>(rank)] = Wish::kBack;
+      wishes[static_cast<size_t>(rank)] =
+          asks_here(rank) ? taken_in(peer(rank).next_life) : Wish::kNone;
     }
   }
   for (const int rank : instead_of.ranks) {
@@ -463,6 +469,7 @@ void MessageRoll::post(uint64_t epoch, uint64_t round, std::span<const std::byte
 
 void MessageRoll::leave() {
   const std::lock_guard lock(mutex_);
+  is_asking_ = false;
   if (!std::exchange(peer(context_.rank).has_left, true)) {
     tell_all(FrameKind::kLeft, {});
   }
@@ -488,16 +495,21 @@ void MessageRoll::ask(bool is_asking) {
 bool MessageRoll::is_turned_away() const {
   const std::lock_guard lock(mutex_);
   const Members& members = ballots_.agreed().members;
-  const bool is_taken = members.lives[static_cast<size_t>(context_.rank)] >= life_;
+  const bool is_taken =
+      turn_of(members.lives[static_cast<size_t>(context_.rank)]) >= turn_of(life_);
   const bool is_heard = std::ranges::any_of(members.ranks, [this](int rank) {
     return rank != context_.rank && (links_.is_open(rank) || links_.is_awaited(rank));
   });
   return !ballots_.is_in() && (is_taken || !is_heard);
 }
 
+bool MessageRoll::asks_here(int rank) const {
+  return peer(rank).next_asks && links_.has_next(rank, peer(rank).next_life);
+}
+
 bool MessageRoll::asks(int rank) const {
   const std::lock_guard lock(mutex_);
-  return peer(rank).next_asks && links_.has_next(rank);
+  return asks_here(rank);
 }
 
 }  // namespace weft

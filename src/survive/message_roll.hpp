@@ -104,6 +104,7 @@ class MessageRoll final : public Roll {
   [[nodiscard]] Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
   [[nodiscard]] const Peer& peer(int rank) const { return peers_[static_cast<size_t>(rank)]; }
   [[nodiscard]] bool has_ended_here(int rank) const;
+  [[nodiscard]] bool asks_here(int rank) const;
   [[nodiscard]] uint64_t set() const;
   void tell_all(FrameKind kind, std::span<const std::byte> payload);
   void tell(const Ballots::News& news);

@@ -72,11 +72,7 @@ std::optional<Number> take_number(std::span<const std::byte>& payload) {
 }
 
 Vote vote_in(const Number& number, std::span<const std::byte> rest) {
-  Vote vote = {.epoch = number.epoch, .committed = number.of, .wishes = values_of<Wish>(rest)};
-  std::ranges::replace_if(
-      vote.wishes, [](Wish wish) { return wish > Wish::kBack; }, Wish::kNone
-  );
-  return vote;
+  return {.epoch = number.epoch, .committed = number.of, .wishes = values_of<Wish>(rest)};
 }
 
 Welcome welcome_in(const Number& number, std::span<const std::byte> rest, size_t num_ranks) {

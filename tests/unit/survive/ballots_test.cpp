@@ -143,7 +143,7 @@ struct Return {
   Ballots newcomer{2, 1, two};
 
   Return() {
-    const std::vector<Wish> back = {Wish::kNone, Wish::kNone, Wish::kBack};
+    const std::vector<Wish> back = {Wish::kNone, Wish::kNone, taken_in(1)};
     EXPECT_TRUE(zero.vote(back).is_vote);
     EXPECT_TRUE(one.hear(0, *zero.own_vote()).is_agreed);
     EXPECT_FALSE(newcomer.is_in());

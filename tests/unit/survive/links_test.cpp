@@ -193,11 +193,13 @@ TEST(LinksTest, AProofHoldsWhereItWasAskedForOnly) {
 
 // A new process in the place of rank 1, which connects to rank 0.
 struct NextLife {
-  static constexpr uint64_t kLife = 1;
+  static constexpr uint64_t kLife = next_life(0, 7);
   Links links;
-  NextLife(const Group& group, const Links::Token& token, const Links::Card& card)
+  NextLife(
+      const Group& group, const Links::Token& token, const Links::Card& card, uint64_t life = kLife
+  )
       : links(group, token) {
-    links.join(kLife, std::vector{0}, std::vector<uint64_t>{0, 0}, {{card, {}}});
+    links.join(life, std::vector{0}, std::vector<uint64_t>{0, 0}, {{card, {}}});
   }
   // While rank 0 listens, too.
   void meet() {
@@ -264,9 +266,9 @@ TEST(LinksTest, AnEndBeforeThatLifeIsTakenInIsKnown) {
   run_lives(
       [](Links& links, const Group& group) {
         Heard heard;
-        heard.listen(links, [&] { return links.has_next(1); });
+        heard.listen(links, [&] { return links.has_next(1, NextLife::kLife); });
         group.barrier();
-        heard.listen(links, [&] { return !links.has_next(1); });
+        heard.listen(links, [&] { return !links.has_next(1, NextLife::kLife); });
         links.take(1, NextLife::kLife, /*connects=*/false);
         EXPECT_TRUE(links.has_ended(1));
       },
@@ -404,38 +406,63 @@ TEST(LinksTest, WhoListensInARanksPlaceLearnsNothing) {
   );
 }
 
-TEST(LinksTest, OfTwoProcessesInALifeTheFirstIsHeardUntilItEnds) {
+constexpr uint64_t kOtherLife = next_life(0, 5);
+
+// Runs `old` on rank 0, which has heard the first of two processes for one turn in the place of
+// rank 1 and turned the other one away; `next` on both.
+void run_two_lives(
+    const std::function<void(Links&)>& old,
+    const std::function<void(std::optional<NextLife>&)>& next
+) {
   run_lives(
-      [](Links& links, const Group& group) {
+      [&](Links& links, const Group& group) {
         Heard heard;
         heard.listen(links, [&] { return !heard.texts.empty(); });
         EXPECT_EQ(heard.texts, std::vector<std::string>{"1: first"});
-        EXPECT_TRUE(links.has_next(1));
+        EXPECT_TRUE(links.has_next(1, NextLife::kLife));
+        EXPECT_FALSE(links.has_next(1, kOtherLife));
         group.barrier();
-        heard.listen(links, [&] { return !links.has_next(1); });
-        links.take(1, NextLife::kLife, /*connects=*/false);
-        EXPECT_TRUE(links.has_ended(1));
-        group.barrier();
-        heard.listen(links, [&] { return links.is_open(1); });
-        EXPECT_FALSE(links.has_ended(1));
+        old(links);
         group.barrier();
       },
-      [](std::optional<NextLife>& life, const Group& group) {
-        const Links::Token token = life->links.token();
-        const Links::Card card = life->links.cards().front();
+      [&](std::optional<NextLife>& life, const Group& group) {
+        NextLife second(group, life->links.token(), life->links.cards().front(), kOtherLife);
         life->meet();
-        std::optional<NextLife> second(std::in_place, group, token, card);
-        second->meet();
-        Heard().listen(second->links, [&] { return !second->links.is_open(0); });
-        EXPECT_FALSE(second->links.has_ended(0));  // it was turned away
+        second.meet();
+        Heard().listen(second.links, [&] { return !second.links.is_open(0); });
+        EXPECT_FALSE(second.links.has_ended(0));
+        EXPECT_TRUE(second.links.is_awaited(0)) << "it tries again";
         life->links.send(0, FrameKind::kMail, bytes_of(std::string("first")));
         group.barrier();
-        life.reset();
-        group.barrier();
-        second.emplace(group, token, card);
-        second->meet();
+        next(life);
+        second.meet();
         group.barrier();
       }
+  );
+}
+
+TEST(LinksTest, OfTwoProcessesForATurnTheFirstIsHeardUntilItEnds) {
+  run_two_lives(
+      [](Links& links) {
+        Heard().listen(links, [&] { return links.has_next(1, kOtherLife); });
+        EXPECT_FALSE(links.has_next(1, NextLife::kLife));
+        links.take(1, kOtherLife, /*connects=*/false);
+        EXPECT_FALSE(links.has_ended(1));
+        EXPECT_TRUE(links.is_open(1));
+      },
+      [](std::optional<NextLife>& life) { life.reset(); }
+  );
+}
+
+TEST(LinksTest, WhoWasTurnedAwayIsMetOnceOthersHaveTakenItIn) {
+  run_two_lives(
+      [](Links& links) {
+        links.take(1, kOtherLife, /*connects=*/false);
+        EXPECT_TRUE(links.is_awaited(1));
+        Heard().listen(links, [&] { return links.is_open(1); });
+        EXPECT_FALSE(links.has_next(1, NextLife::kLife)) << "for a turn that is over";
+      },
+      [](std::optional<NextLife>& /*life*/) {}
   );
 }
 
@@ -446,7 +473,7 @@ TEST(LinksTest, WhoWasOnlyOutOfReachHearsThatItIsLost) {
     const Links::Token token = links.token();
     const Links::Card card = gather_values(group, links.own_card()).front();
     if (group.rank() == 0) {
-      heard.listen(links, [&] { return links.has_next(1); });
+      heard.listen(links, [&] { return links.has_next(1, NextLife::kLife); });
       links.send(1, FrameKind::kMail, bytes_of(std::string("others go on")));
       links.take(1, NextLife::kLife, /*connects=*/false);
       group.barrier();

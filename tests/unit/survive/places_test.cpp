@@ -102,32 +102,19 @@ constexpr Case kCases[] = {
 };
 
 class PlacesTest : public testing::TestWithParam<const char*> {};
-// Between hosts the two may reach different ranks first, which do not compare them.
-class SharedPlacesTest : public testing::TestWithParam<const char*> {};
 class LostPlacesTest : public testing::TestWithParam<std::tuple<const char*, Case>> {};
 
 INSTANTIATE_TEST_SUITE_P(By, PlacesTest, testing::ValuesIn(kKinds), [](const auto& at) {
   return std::string(at.param);
 });
-INSTANTIATE_TEST_SUITE_P(By, SharedPlacesTest, testing::Values("shm"), [](const auto& at) {
-  return std::string(at.param);
-});
-// Between hosts members may take in a process in the moment in which it gives up.
-std::vector<std::tuple<const char*, Case>> lost_places() {
-  std::vector<std::tuple<const char*, Case>> places;
-  for (const char* const kind : kKinds) {
-    for (const Case& one : kCases) {
-      if (kind == std::string_view("shm") || one.before != Before::kOneGivesUp) {
-        places.emplace_back(kind, one);
-      }
+INSTANTIATE_TEST_SUITE_P(
+    By,
+    LostPlacesTest,
+    testing::Combine(testing::ValuesIn(kKinds), testing::ValuesIn(kCases)),
+    [](const auto& at) {
+      return fmt::format("{}{}", std::get<0>(at.param), std::get<1>(at.param).name);
     }
-  }
-  return places;
-}
-
-INSTANTIATE_TEST_SUITE_P(By, LostPlacesTest, testing::ValuesIn(lost_places()), [](const auto& at) {
-  return fmt::format("{}{}", std::get<0>(at.param), std::get<1>(at.param).name);
-});
+);
 
 TEST_P(PlacesTest, ThePlaceOfALivingRankIsRefusedAndAllGoOn) {
   const char* const kind = GetParam();
@@ -159,7 +146,7 @@ TEST_P(PlacesTest, ThePlaceOfALivingRankIsRefusedAndAllGoOn) {
   EXPECT_EQ(stranger.status(), 0);
 }
 
-TEST_P(SharedPlacesTest, OfTwoProcessesInOnePlaceOneIsRefused) {
+TEST_P(PlacesTest, OfTwoProcessesInOnePlaceOneIsRefused) {
   const char* const kind = GetParam();
   struct Board {
     Letter letter;

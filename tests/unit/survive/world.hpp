@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks that agree by messages, in a world without time: what is sent arrives in order on each
 // connection and at any moment, ranks die between any two steps and lose what they have sent last,
-// ranks that live are taken for silent, and new processes come in the places of lost ranks. What a
-// rank does is what Survival and MessageRoll do; its ballots are theirs.
+// ranks that live are taken for silent, and new processes come in the places of lost ranks, two for
+// one place at times. What a rank does is what Survival and MessageRoll do; its ballots are theirs.
 #pragma once
 
 #include <algorithm>
@@ -18,6 +18,7 @@
 
 #include "plan/random_routing.hpp"
 #include "survive/ballots.hpp"
+#include "survive/links.hpp"
 
 namespace weft::test {
 
@@ -161,11 +162,10 @@ class World {
            (linked_.contains({&a, &b}) || (a.life == 0 && b.life == 0));
   }
   [[nodiscard]] Process* find(int rank, uint64_t life) const {
-    Process* found = nullptr;  // the last one: others may have died before they were let in
-    for (const auto& one : processes_) {
-      found = one->rank == rank && one->life == life ? one.get() : found;
-    }
-    return found;
+    const auto found = std::ranges::find_if(processes_, [&](const auto& one) {
+      return one->rank == rank && one->life == life;
+    });
+    return found == processes_.end() ? nullptr : found->get();
   }
 
   // --- messages ---
@@ -188,7 +188,9 @@ class World {
     if (news.is_agreed) {
       send(one, one.ballots.agreed());
     }
-    if (one.ballots.is_out() && one.life > 0) {
+    const uint64_t last = one.ballots.agreed().members.lives[at(one.rank)];
+    const bool is_turned_away = !one.ballots.is_in() && turn_of(last) >= turn_of(one.life);
+    if ((one.ballots.is_out() || is_turned_away) && one.life > 0) {
       end(one);  // it may join again, as another process
     }
   }
@@ -246,10 +248,15 @@ class World {
     const bool asks = std::holds_alternative<Asks>(message.words);
     if (std::holds_alternative<Ended>(message.words)) {
       self.dead.insert({from.rank, from.life});
+    }
+    if (next.life != from.life && turn_of(next.life) >= turn_of(from.life) &&
+        !self.dead.contains({from.rank, next.life})) {
+      return;  // the first is heard until it ends
+    }
+    if (std::holds_alternative<Ended>(message.words)) {
       next.is_asking = false;
     } else if (next.life != from.life || asks) {
       next = {.life = from.life, .is_asking = asks, .said = {}};
-      self.dead.erase({from.rank, from.life});  // of one before it, who was never let in
     }
     if (!asks) {
       next.said.push_back(message);
@@ -295,13 +302,16 @@ class World {
       wish(one, other, Wish::kSilent);
     }
   }
-  // A new process asks `one` who there is, and to be let in.
+  // A new process asks `one` who there is, and to be let in; at most two at a time for a turn.
   void come(const Process& one) {
     const Agreed& known = one.ballots.agreed();
     for (int rank = 0; rank < num_ranks_ && fates_.returns > 0 && one.is_in() && !is_cut_; ++rank) {
-      const uint64_t life = known.members.lives[at(rank)] + 1;
-      const Process* const last = find(rank, life);
-      if (known.members.has(rank) || (last != nullptr && !last->is_dead)) {
+      const auto random = static_cast<uint32_t>(random_.below(1U << 31U));
+      const uint64_t life = next_life(known.members.lives[at(rank)], random);
+      const auto num_there = std::ranges::count_if(processes_, [&](const auto& there) {
+        return there->rank == rank && turn_of(there->life) == turn_of(life) && !there->is_dead;
+      });
+      if (known.members.has(rank) || num_there > 1 || find(rank, life) != nullptr) {
         continue;
       }
       --fates_.returns;
@@ -423,9 +433,10 @@ class World {
       return true;
     }
     const Process::Next& next = self.next[at(lost)];
-    const bool asks = next.is_asking && !self.dead.contains({lost, next.life});
+    const bool asks = next.is_asking && !self.dead.contains({lost, next.life}) &&
+                      turn_of(next.life) == turn_of(self.lives[at(lost)]) + 1;
     if (asks) {
-      return wish(self, lost, Wish::kBack);
+      return wish(self, lost, taken_in(next.life));
     }
     if (is_patient || self.ballots.own_vote() != nullptr) {
       return false;
