@@ -231,12 +231,13 @@ def no_room_for_growth(rank, num_ranks, group, on_peer_loss):
     """Rank 1 has no memory to grow for a while: the exchange stays as it was, and grows then."""
     options = {"on_peer_loss": on_peer_loss, "timeout": 5}
     ex = weft.Exchange(group, hidden=HIDDEN, num_experts=2, max_tokens=4, **options)
-    few, many = (torch.zeros(tokens, 1, dtype=torch.int64) for tokens in (2, 20_000))
+    few, many = (torch.zeros(tokens, 1, dtype=torch.int64) for tokens in (2, 400_000))
     plan = ex.plan(few)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)  # memory that ranks share is a file
+    # Memory that ranks share is a file. So is the store of the process group, a much smaller one.
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, limit[1]))
     try:
         with pytest.raises(weft.Error, match="on rank 1"):
             ex.plan(many)
@@ -246,7 +247,7 @@ def no_room_for_growth(rank, num_ranks, group, on_peer_loss):
     x = torch.ones(2, HIDDEN)
     assert torch.equal(weft.combine(plan, weft.dispatch(plan, x).rows).x, x)
     assert ex.plan(few).num_tokens == 2
-    assert ex.plan(many).num_tokens == 20_000
+    assert ex.plan(many).num_tokens == 400_000
 
 
 @pytest.mark.parametrize("on_peer_loss", ["fail", "shrink"])

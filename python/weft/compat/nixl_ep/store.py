@@ -136,10 +136,10 @@ class StoreRanks:
         refused: list[tuple[int, str]] = []
 
         def come(roster: _Roster, here: _Entry) -> None:
-            here["token"] = token
-            here["knows"] = self._known(roster)
             found = [(rank, self._take_refusal(roster, rank)) for rank in self._ranks]
             refused[:] = [(rank, reason) for rank, reason in found if reason is not None]
+            here["token"] = "" if refused else token  # a rank that raises is in no meeting
+            here["knows"] = "" if refused else self._known(roster)
 
         for pause in itertools.chain((0.001, 0.002, 0.005, 0.01, 0.02), itertools.repeat(0.05)):
             roster = self._change(come)
