@@ -186,7 +186,7 @@ void FdServer::serve() const {
 bool FdServer::answer(int connection) const {
   uint64_t id = 0;
   const ssize_t size = ::recv(connection, &id, sizeof id, 0);
-  if (size == -1 && errno == EAGAIN) {
+  if (size == -1 && (errno == EAGAIN || errno == EINTR)) {
     return false;
   }
   if (size != sizeof id) {
