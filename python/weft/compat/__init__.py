@@ -41,7 +41,7 @@ _SOURCES = {
         "deep_ep.utils.testing",
     ],
     "moonep": ["moonep", "moonep._C"],
-    "nixl_ep": ["nixl_ep"],
+    "nixl_ep": ["nixl_ep", "nixl_ep.buffer"],
     "uccl": ["uccl", "uccl.ep"],
     "ultra_ep": ["ultra_ep"],
     "transformer_engine.pytorch.ep": ["transformer_engine.pytorch.ep"],  # below the real package
@@ -53,6 +53,7 @@ _MODULES = {  # others by their names
     "deep_ep.buffers.ep": "weft.compat.deep_ep",
     "deep_ep.buffers.legacy": "weft.compat.deep_ep",
     "deep_ep.hybrid_ep_buffer": "weft.compat.deep_ep.hybrid_ep",
+    "nixl_ep.buffer": "weft.compat.nixl_ep",
     "transformer_engine.pytorch.ep": "weft.compat.te_ep",
 }
 

@@ -33,6 +33,7 @@ __all__ = [
     "get_ep_group",
     "is_ep_bootstrapped",
     "is_symm_backed",
+    "release_symm_mem_pool",
     "symm_mem_alloc",
 ]
 
@@ -232,6 +233,11 @@ def symm_mem_alloc(
     del use_pool
     made = fused_a2a.alloc_ep_symm_buffer(shape, dtype, ep_group)
     return made if device is None else made.to(device)
+
+
+def release_symm_mem_pool(*args: Any, **options: Any) -> None:
+    """Nothing: `symm_mem_alloc` keeps no pool."""
+    del args, options
 
 
 def is_symm_backed(tensor: Tensor) -> bool:

@@ -102,9 +102,13 @@ def _given(user: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+# Megatron-LM's configuration of a model has no such field, and its training reads it all the same.
+_SET_ANYWAY = ("tp_comm_overlap_cfg",)
+
+
 def _write(values: dict[str, Any], config: Any) -> None:
     for name, value in values.items():
-        if hasattr(config, name):
+        if hasattr(config, name) or name in _SET_ANYWAY:
             setattr(config, name, value)
 
 

@@ -150,6 +150,8 @@ weft.compat.install("nixl_ep")
 import nixl_ep
 from nixl_ep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
 assert Buffer is weft.compat.nixl_ep.Buffer
+import nixl_ep.buffer
+assert nixl_ep.buffer.Buffer is Buffer
 weft.compat.uninstall("nixl_ep")
 assert importlib.util.find_spec("nixl_ep") is None
 """)

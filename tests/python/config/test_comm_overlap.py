@@ -278,6 +278,9 @@ def test_tensor_parallel(installed, monkeypatch, caplog, size, sequence, te, war
     config.setup(layout, None, ddp())
     assert layout.tp_comm_overlap is (warning is None)
     assert layout.tp_comm_overlap_cfg == (None if warning else {"qkv_fprop": 4})
+    without = SimpleNamespace(**{k: v for k, v in vars(layout).items() if "overlap_cfg" not in k})
+    config.setup(without, None, ddp())
+    assert without.tp_comm_overlap_cfg == layout.tp_comm_overlap_cfg
     assert layout.tp_comm_bootstrap_backend == "nccl"
     assert (warning or "") in caplog.text and bool(caplog.text) is bool(warning)
 

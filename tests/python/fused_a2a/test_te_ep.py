@@ -67,6 +67,7 @@ def same(rank, num_ranks, group, capacity, alignment):
     if capacity is not None:
         memory["recv_tokens"] = te_ep.symm_mem_alloc((capacity, HIDDEN), torch.bfloat16, group)
         assert te_ep.is_symm_backed(memory["recv_tokens"])
+        te_ep.release_symm_mem_pool(group)  # and it stays
     prepared = te_ep.ep_prepare(buffer, idx).clone()
     total = buffer.total_recv_tokens.clone()
     here = results(
