@@ -38,7 +38,7 @@ def register(name: str = NAME) -> None:
 
 
 class WeftEP(EPImplementation):
-    """The way of a layer's tokens to the experts of all ranks and back, differentiable.
+    """Takes a layer's tokens to the experts of all ranks and back; differentiable.
 
     Layers with the same group, hidden size, experts and device share one exchange, which grows
     with the largest call.
@@ -62,13 +62,13 @@ class WeftEP(EPImplementation):
         return self._of_all_parts(combined, num_tokens)
 
     def _computed(self, plan: weft.Plan, sent: weft.Dispatched, dtype: torch.dtype) -> Tensor:
-        """[plan.num_rows, hidden]: what this rank's experts make of the rows that it got."""
+        """The outputs of this rank's experts, [plan.num_rows, hidden]."""
         rows, weights = sent.rows, sent.weights.to(dtype)
         experts = torch.arange(self.num_local_experts, device=rows.device)
         ids = experts.repeat_interleave(plan.rows_per_expert, output_size=plan.num_rows)
         if plan.num_rows > 0:
             return self.experts_forward(rows, ids.unsqueeze(1), weights)
-        # The experts' parameters have gradients on this rank, too, which those of others wait for.
+        # Parameters need gradients on a rank without rows, too: FSDP reduces them on all ranks.
         one = rows.new_zeros((1, rows.size(1)))
         made = self.experts_forward(one, ids.new_zeros((1, 1)), weights.new_zeros((1, 1)))
         return rows + made[:0]
@@ -101,5 +101,5 @@ class WeftEP(EPImplementation):
         return parts.full_tensor()
 
 
-# By group name, hidden size, experts and device, as long as a layer has them.
+# Exchanges by group name, hidden size, experts and device, as long as a layer uses them.
 _EXCHANGES: weakref.WeakValueDictionary[tuple, weft.Exchange] = weakref.WeakValueDictionary()

@@ -19,7 +19,7 @@
 // sets would have a rank in common.
 //
 // A new process in the place of a lost rank is let in by votes, too, but not by its own. Votes name
-// it by its life (next_life()), which no other has: if several come, all agree on one of them. It
+// it by its life, which no other process has, so that all agree on one of several that come. It
 // may hear of two sets for its first epoch. The one with fewer of the members before counts then,
 // as votes only grow, and those who had decided for the other one are gone; whoever has begun with
 // that one is out, and may join again. It tells nobody of the members that it is one of, since who

@@ -10,8 +10,8 @@
 //
 // A rank that is lost may be followed by a new process in its place, its next life
 // (survive/roll.hpp). That connects to all ranks that are left, and its connections lie beside the
-// old ones until it is taken in. If several processes come for one turn in a place, a rank hears
-// the first until that ends, and the others try again.
+// old ones until it is taken in. If several processes come for the same turn, a rank listens to the
+// first of them until that one ends, and the others try again.
 #pragma once
 
 #include <array>
@@ -36,8 +36,8 @@
 
 namespace weft {
 
-// The upper half of a life: the how manieth it is in its place. The lower half tells apart those
-// who come for the same turn.
+// The upper half of a life counts the processes that have had its place. The lower half is random
+// and tells apart processes that come for the same turn.
 constexpr uint64_t turn_of(uint64_t life) {
   return life >> 32;
 }
@@ -146,7 +146,7 @@ class Links {
     bool connects = false;    // this rank does, once it knows the card
     Clock::time_point next_try = {};
     bool is_known = false;         // the other side has taken the connection for that of a rank
-    bool was_turned_away = false;  // the other side hears another process in this one's place yet
+    bool was_turned_away = false;  // the other side listened to another process for this turn
     bool is_dismissed = false;
     bool has_ended = false;
   };
