@@ -321,9 +321,7 @@ void Links::let_in(const Events& events) {
     const Claim& claim = guest.claim();
     const bool is_one = claim.version == kProtocolVersion && claim.num_ranks == context_.num_ranks;
     if (is_one && claim.rank == kAsker) {
-      Link& asker = past_.emplace_back();
-      asker.line.socket = guest.take_socket();
-      queue(asker, FrameKind::kAgreed, events.on_question());
+      answer(guest.take_socket(), events);
     } else if (is_one && claim.rank >= 0 && claim.rank < context_.num_ranks &&
                claim.rank != context_.rank) {
       arrivals_.push_back({.socket = guest.take_socket(), .rank = claim.rank});
@@ -331,6 +329,12 @@ void Links::let_in(const Events& events) {
   }
   std::ranges::for_each(arrivals_, [&](Arrival& arrival) { seat(arrival, events); });
   std::erase_if(arrivals_, [](const Arrival& arrival) { return !arrival.socket.is_open(); });
+}
+
+void Links::answer(Socket socket, const Events& events) {
+  Link& asker = past_.emplace_back();
+  asker.line.socket = std::move(socket);
+  queue(asker, FrameKind::kAgreed, events.on_question());
 }
 
 void Links::seat(Arrival& arrival, const Events& events) {
@@ -361,7 +365,10 @@ void Links::seat(Arrival& arrival, const Events& events) {
     link.is_known = true;
     return;
   }
-  if (said.life <= link.life) {
+  if (turn_of(said.life) <= turn_of(link.life)) {
+    if (said.life != link.life) {  // it hears that another process has had its turn
+      answer(std::move(socket), events);
+    }
     return;
   }
   // This rank may have yet to hear of the life before.

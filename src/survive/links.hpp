@@ -171,6 +171,7 @@ class Links {
   void try_to_connect(Link& link, std::chrono::milliseconds patience = kHandshakeTime) const;
   // Hears who has proven the token: it is a rank, or it asks.
   void let_in(const Events& events);
+  void answer(Socket socket, const Events& events);
   // What it has said is whole.
   void seat(Arrival& arrival, const Events& events);
   void queue(Link& link, FrameKind kind, std::span<const std::byte> payload);

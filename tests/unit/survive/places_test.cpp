@@ -185,6 +185,7 @@ TEST_P(PlacesTest, OfTwoProcessesInOnePlaceOneIsRefused) {
     }
     rank.readmit(1);
     rank.call();
+    await([&] { return board->num_refused == 1; });
     return rank.members() == kAll ? 0 : 1;
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
