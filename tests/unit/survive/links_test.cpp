@@ -417,17 +417,19 @@ void run_two_lives(
   run_lives(
       [&](Links& links, const Group& group) {
         Heard heard;
+        heard.listen(links, [&] { return links.has_next(1, NextLife::kLife); });
+        group.barrier();
         heard.listen(links, [&] { return !heard.texts.empty(); });
         EXPECT_EQ(heard.texts, std::vector<std::string>{"1: first"});
-        EXPECT_TRUE(links.has_next(1, NextLife::kLife));
         EXPECT_FALSE(links.has_next(1, kOtherLife));
         group.barrier();
         old(links);
         group.barrier();
       },
       [&](std::optional<NextLife>& life, const Group& group) {
-        NextLife second(group, life->links.token(), life->links.cards().front(), kOtherLife);
         life->meet();
+        group.barrier();
+        NextLife second(group, life->links.token(), life->links.cards().front(), kOtherLife);
         second.meet();
         Heard().listen(second.links, [&] { return !second.links.is_open(0); });
         EXPECT_FALSE(second.links.has_ended(0));
