@@ -29,11 +29,9 @@ except ImportError as error:
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-NAME = "weft"
 
-
-def register(name: str = NAME) -> None:
-    """`DistributedConfig(ep_implementation=name)` is Weft from now on, in this process."""
+def register(name: str = "weft") -> None:
+    """Lets `DistributedConfig(ep_implementation=name)` mean Weft from now on, in this process."""
     EPImplementationInterface.register(name, WeftEP)
 
 

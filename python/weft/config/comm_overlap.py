@@ -102,7 +102,7 @@ def _given(user: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-# Megatron-LM's configuration of a model has no such field, and its training reads it all the same.
+# Set even on configurations that do not declare it.
 _SET_ANYWAY = ("tp_comm_overlap_cfg",)
 
 

@@ -60,10 +60,14 @@ def own_ranks():
     pool.stop()
 
 
-def models(rank, kind, folder, implementation="weft", **sizes):
-    """The model in one piece, and spread over the ranks."""
+def find_packages():
     if str(HUGGING_FACE) not in sys.path:
         sys.path.append(str(HUGGING_FACE))
+
+
+def models(rank, kind, folder, implementation="weft", experts=None, **sizes):
+    """The model in one piece, and spread over the ranks. experts: what computes them in both."""
+    find_packages()
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -76,9 +80,10 @@ def models(rank, kind, folder, implementation="weft", **sizes):
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     dist.barrier()
     spread = DistributedConfig(**sizes, ep_implementation=implementation)
+    given = {} if experts is None else {"experts_implementation": experts}
     return (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread),
+        AutoModelForCausalLM.from_pretrained(folder, **given),
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread, **given),
     )
 
 
@@ -102,9 +107,9 @@ def check_gradients(whole_model, model, num_ranks):
         torch.testing.assert_close(got, want / num_ranks, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def is_as_in_one_piece(rank, num_ranks, group, kind, folder, recomputes):
+def is_as_in_one_piece(rank, num_ranks, group, kind, folder, recomputes, experts=None):
     sizes = {"fsdp_size": num_ranks, "ep_size": num_ranks}
-    one, model = models(rank, kind, folder, **sizes)
+    one, model = models(rank, kind, folder, experts=experts, **sizes)
     if recomputes:
         model.gradient_checkpointing_enable()
     for each in (one, model):
@@ -121,6 +126,55 @@ def is_as_in_one_piece(rank, num_ranks, group, kind, folder, recomputes):
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logits_and_gradients(own_ranks, kind, recomputes, tmp_path):
     own_ranks(is_as_in_one_piece, 2, kind, str(tmp_path), recomputes)
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+def test_other_computations_of_experts(own_ranks, experts, tmp_path):
+    own_ranks(is_as_in_one_piece, 2, "qwen3_moe", str(tmp_path), False, experts)
+
+
+def one_rank_gets_all(rank, num_ranks, group, num_tokens):
+    """Rank 0 has the experts of all tokens, and the last rank has no tokens."""
+    find_packages()
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    import weft.transformers
+
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(num_experts=2, experts_implementation="grouped_mm", **sizes)
+    torch.manual_seed(3)
+    own, of_all = Qwen3MoeExperts(config), Qwen3MoeExperts(config)
+    own._is_expert_parallel = True
+    for parameter, same in zip(own.parameters(), of_all.parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)  # the same on all ranks, of which one computes
+        same.data.copy_(parameter)
+    mesh = init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("ep", "tp"))
+    layer = weft.transformers.WeftEP(own, mesh["ep"], mesh["tp"])
+    count = 0 if rank == num_ranks - 1 else num_tokens
+    given = torch.randn(num_tokens, 64)[:count], torch.rand(num_tokens, 2)[:count]
+    x, weights = (tensor.requires_grad_() for tensor in given)
+    dense_x, dense_weights = (tensor.detach().clone().requires_grad_() for tensor in given)
+    choices = torch.tensor([[0, 1]]).expand(count, 2)
+    out = layer(x, choices, weights)
+    out.square().sum().backward()
+    if count > 0:
+        dense = of_all(dense_x, choices, dense_weights)
+        torch.testing.assert_close(out, dense, rtol=1e-4, atol=1e-5)
+        dense.square().sum().backward()
+        torch.testing.assert_close(x.grad, dense_x.grad, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights.grad, dense_weights.grad, rtol=1e-4, atol=1e-5)
+    for parameter, same in zip(own.parameters(), of_all.parameters()):
+        want = torch.zeros_like(parameter) if same.grad is None else same.grad
+        dist.all_reduce(want)
+        want = want if rank == 0 else torch.zeros_like(want)
+        torch.testing.assert_close(parameter.grad, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_a_rank_without_rows_and_one_without_tokens(own_ranks, num_tokens):
+    own_ranks(one_rank_gets_all, 2, num_tokens)
 
 
 def shares_a_batch(rank, num_ranks, group, folder):
