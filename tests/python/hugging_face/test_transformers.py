@@ -133,7 +133,7 @@ def test_other_computations_of_experts(own_ranks, experts, tmp_path):
     own_ranks(is_as_in_one_piece, 2, "qwen3_moe", str(tmp_path), False, experts)
 
 
-def one_rank_gets_all(rank, num_ranks, group, num_tokens):
+def one_rank_gets_all(rank, num_ranks, group, num_tokens, experts):
     """Rank 0 has the experts of all tokens, and the last rank has no tokens."""
     find_packages()
     from torch.distributed.device_mesh import init_device_mesh
@@ -143,7 +143,7 @@ def one_rank_gets_all(rank, num_ranks, group, num_tokens):
     import weft.transformers
 
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
-    config = Qwen3MoeConfig(num_experts=2, experts_implementation="grouped_mm", **sizes)
+    config = Qwen3MoeConfig(num_experts=2, experts_implementation=experts, **sizes)
     torch.manual_seed(3)
     own, of_all = Qwen3MoeExperts(config), Qwen3MoeExperts(config)
     own._is_expert_parallel = True
@@ -172,9 +172,10 @@ def one_rank_gets_all(rank, num_ranks, group, num_tokens):
         torch.testing.assert_close(parameter.grad, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("num_tokens", [1, 9])
-def test_a_rank_without_rows_and_one_without_tokens(own_ranks, num_tokens):
-    own_ranks(one_rank_gets_all, 2, num_tokens)
+def test_a_rank_without_rows_and_one_without_tokens(own_ranks, num_tokens, experts):
+    own_ranks(one_rank_gets_all, 2, num_tokens, experts)
 
 
 def shares_a_batch(rank, num_ranks, group, folder):
