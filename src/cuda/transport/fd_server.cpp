@@ -226,7 +226,17 @@ Descriptor fetch_fd(const FdTicket& ticket, const Context& context) {
   const auto ask = [&] { return ::send(to, &ticket.id, sizeof ticket.id, MSG_NOSIGNAL); };
   WEFT_SYS(context, kCode, wait(to, POLLOUT, ask));
   Message message;
-  const auto receive = [&] { return ::recvmsg(to, &message.header, MSG_CMSG_CLOEXEC); };
+  // Linux may say "the end" of a message that comes together with it, while recvmsg() looks. It
+  // does not once poll() has seen either: a message is there before the end is.
+  const auto receive = [&]() -> ssize_t {
+    pollfd entry = {.fd = to, .events = POLLIN, .revents = 0};
+    const int ready = ::poll(&entry, 1, 0);
+    if (ready > 0) {
+      return ::recvmsg(to, &message.header, MSG_CMSG_CLOEXEC);
+    }
+    errno = ready == 0 ? EAGAIN : errno;
+    return -1;
+  };
   WEFT_SYS(context, kCode, wait(to, POLLIN, receive));
   const cmsghdr* const extra = CMSG_FIRSTHDR(&message.header);
   const bool has_one = extra != nullptr && extra->cmsg_level == SOL_SOCKET &&
