@@ -15,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -39,7 +40,7 @@ class WeftEP(EPImplementation):
     """Takes a layer's tokens to the experts of all ranks and back; differentiable.
 
     Layers with the same group, hidden size, experts and device share one exchange, which grows
-    with the largest call.
+    with the largest call and lives as long as the group.
     """
 
     def __init__(self, experts: torch.nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
@@ -74,12 +75,12 @@ class WeftEP(EPImplementation):
     def _exchange_for(self, x: Tensor) -> weft.Exchange:
         group, hidden = self.ep_mesh.get_group(), x.size(1)
         num_experts = self.num_local_experts * self.ep_mesh.size()
-        key = (group.group_name, hidden, num_experts, x.device)
-        found = _EXCHANGES.get(key)
-        if found is None:
-            found = weft.Exchange(group, hidden=hidden, num_experts=num_experts, device=x.device)
-            _EXCHANGES[key] = found
-        return found
+        exchanges, key = _EXCHANGES.setdefault(group, {}), (hidden, num_experts, x.device)
+        if key not in exchanges:
+            exchanges[key] = weft.Exchange(
+                group, hidden=hidden, num_experts=num_experts, device=x.device
+            )
+        return exchanges[key]
 
     # --- where tp_mesh has several ranks with the same tokens, each sends its part of them ---
 
@@ -99,5 +100,8 @@ class WeftEP(EPImplementation):
         return parts.full_tensor()
 
 
-# Exchanges by group name, hidden size, experts and device, as long as a layer uses them.
-_EXCHANGES: weakref.WeakValueDictionary[tuple, weft.Exchange] = weakref.WeakValueDictionary()
+# Exchanges of a group by hidden size, experts and device. They outlive the layers, whose ends ranks
+# may see at different times: ranks must agree whether a call makes a new exchange.
+_EXCHANGES: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[int, int, torch.device], weft.Exchange]
+] = weakref.WeakKeyDictionary()

@@ -2,6 +2,7 @@
 """Models of Hugging Face's Transformers whose experts are spread over ranks, with Weft between
 them, against the same models in one piece: logits, gradients, what is generated, trained, saved."""
 
+import gc
 import os
 import re
 import subprocess
@@ -133,25 +134,35 @@ def test_other_computations_of_experts(own_ranks, experts, tmp_path):
     own_ranks(is_as_in_one_piece, 2, "qwen3_moe", str(tmp_path), False, experts)
 
 
-def one_rank_gets_all(rank, num_ranks, group, num_tokens, experts):
-    """Rank 0 has the experts of all tokens, and the last rank has no tokens."""
+def made_experts(implementation):
+    """The experts of a layer, two on each rank, and the class that spreads them."""
     find_packages()
-    from torch.distributed.device_mesh import init_device_mesh
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    import weft.transformers
+    from weft.transformers import WeftEP
 
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
-    config = Qwen3MoeConfig(num_experts=2, experts_implementation=experts, **sizes)
+    config = Qwen3MoeConfig(num_experts=2, experts_implementation=implementation, **sizes)
+    experts = Qwen3MoeExperts(config)
+    experts._is_expert_parallel = True
+    return experts, WeftEP
+
+
+def meshes(num_ranks):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("ep", "tp"))
+    return mesh["ep"], mesh["tp"]
+
+
+def one_rank_gets_all(rank, num_ranks, group, num_tokens, experts):
+    """Rank 0 has the experts of all tokens, and the last rank has no tokens."""
     torch.manual_seed(3)
-    own, of_all = Qwen3MoeExperts(config), Qwen3MoeExperts(config)
-    own._is_expert_parallel = True
+    (own, spread), (of_all, _) = made_experts(experts), made_experts(experts)
+    of_all._is_expert_parallel = False
     for parameter, same in zip(own.parameters(), of_all.parameters()):
         torch.nn.init.normal_(parameter, std=0.1)  # the same on all ranks, of which one computes
         same.data.copy_(parameter)
-    mesh = init_device_mesh("cpu", (num_ranks, 1), mesh_dim_names=("ep", "tp"))
-    layer = weft.transformers.WeftEP(own, mesh["ep"], mesh["tp"])
+    layer = spread(own, *meshes(num_ranks))
     count = 0 if rank == num_ranks - 1 else num_tokens
     given = torch.randn(num_tokens, 64)[:count], torch.rand(num_tokens, 2)[:count]
     x, weights = (tensor.requires_grad_() for tensor in given)
@@ -176,6 +187,23 @@ def one_rank_gets_all(rank, num_ranks, group, num_tokens, experts):
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_a_rank_without_rows_and_one_without_tokens(own_ranks, num_tokens, experts):
     own_ranks(one_rank_gets_all, 2, num_tokens, experts)
+
+
+def forgets_a_layer(rank, num_ranks, group):
+    """Python sees at different times on the ranks that nothing uses a layer any longer."""
+    experts, spread = made_experts("eager")
+    both = meshes(num_ranks)
+    x, choices, weights = torch.randn(5, 64), torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
+    first = spread(experts, *both)
+    first(x, choices, weights)
+    if rank == 0:
+        del first
+        gc.collect()
+    spread(experts, *both)(x, choices, weights)
+
+
+def test_ranks_that_let_go_of_a_layer_at_different_times(own_ranks):
+    own_ranks(forgets_a_layer, 2, seconds=20)
 
 
 def shares_a_batch(rank, num_ranks, group, folder):
