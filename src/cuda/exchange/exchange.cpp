@@ -329,6 +329,7 @@ void CudaExchange::release_pooled() {
 
 ExchangeStats CudaExchange::stats() const {
   const CudaDeviceGuard guard(settings_.device.index);
+  const RelaxedCapture relaxed;  // another thread may be capturing
   // Not behind a call that waits for others.
   const auto now =
       read_gpu<LocalState>(own_->local.get(), short_work_stream(settings_.device.index));

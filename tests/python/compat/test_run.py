@@ -84,6 +84,16 @@ for is_killed in (True, False):
     assert "weft run: 4 processes called Weft" in done.stderr
 
 
+def test_what_a_killed_process_did_is_told(tmp_path: Path):
+    code = PROGRAM + "import time; time.sleep(1); os.kill(os.getpid(), 9)"
+    done = weft_run("--json", str(tmp_path / "counts.json"), *python(code))
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    (told,) = json.loads((tmp_path / "counts.json").read_text()).values()
+    assert told["calls"] == {"get_dispatch_layout": 3, "dispatch": 3}
+    (group,) = told["groups"]
+    assert group["num_dispatches"] == 3 and len(group["wait_seconds"]) == 1
+
+
 RANKS = """
 import time
 import torch, torch.distributed as dist
