@@ -177,7 +177,8 @@ def _read(folder: Path) -> dict[str, Any]:
     found = {}
     for file in sorted(folder.glob("*.json")):
         try:
-            found |= zip([file.stem], stats.read(file).values())
+            (told,) = stats.read(file).values()
+            found[file.stem] = {**told, "calls": told["calls"] | calls.read(file)}
         except (OSError, ValueError) as error:
             _say(f"weft run: {file.name}: {error}")
     return found

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often this process made each call that Weft stands for. Below `weft run` a thread writes it
-to a file, with how long the process waited for other ranks, so that little is lost where a process
-is killed."""
+"""How often this process made each call that Weft stands for. Below `weft run` that is also in a
+mapped file, which has all calls of a process that is killed, and a thread writes how long the
+process waited for other ranks."""
 
 import atexit
+import contextlib
 import json
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -12,10 +14,15 @@ from typing import Any
 
 FOLDER = "WEFT_RUN_COUNTS"  # the environment variable that names where to
 _PERIOD = 0.25  # seconds
+_FILE_BYTES = 1 << 14
+_LINE = 80  # bytes in it for a call: digits, a space, its name, spaces, the end of a line
+_DIGITS = 20
 
 _counts: dict[str, int] = {}
 _lock = threading.Lock()
 _folder = os.environ.get(FOLDER)
+_file: mmap.mmap | None = None
+_places: dict[str, slice] = {}  # of each call's digits in the file
 _writer: threading.Thread | None = None
 _ended = threading.Event()
 _is_forked = False  # exchanges, and what they have waited, are the parent's
@@ -28,8 +35,10 @@ def count(name: str) -> None:
     except KeyError:
         _counts.setdefault(name, 0)
         _counts[name] += 1
-    if _folder and _writer is None:
-        _begin_to_write()
+        if _folder:
+            _keep(name)
+    if name in _places:
+        _file[_places[name]] = b"%*d" % (_DIGITS, _counts[name])  # type: ignore[index]
 
 
 def counts() -> dict[str, int]:
@@ -37,13 +46,35 @@ def counts() -> dict[str, int]:
     return dict(_counts)
 
 
-def _begin_to_write() -> None:
-    global _writer
+def read(file: Path) -> dict[str, Any]:
+    """What a process has written beside `file`, which tells its calls up to some moment."""
+    with contextlib.suppress(OSError):
+        lines = file.with_suffix(".calls").read_text().splitlines()
+        return {line[_DIGITS:].strip(): int(line[:_DIGITS]) for line in lines if line[0] != "\0"}
+    return {}
+
+
+def _keep(name: str) -> None:
+    """From now on the file has this call, unless the disk is full; the first begins the thread."""
+    global _file, _writer
     with _lock:
         if _writer is None:
-            _write({"calls": counts(), "groups": []})  # the process may be killed at once
+            _write({"calls": {}, "groups": []})
+            with contextlib.suppress(OSError):
+                _file = _mapped(Path(_folder, f"{os.getpid()}.calls"))
             _writer = threading.Thread(target=_write_on, name="weft run", daemon=True)
             _writer.start()
+        at = len(_places) * _LINE
+        if _file is not None and name not in _places and at + _LINE <= _FILE_BYTES:
+            line = b"%*d %s" % (_DIGITS, 0, name.encode())
+            _file[at : at + _LINE] = line.ljust(_LINE - 1)[: _LINE - 1] + b"\n"
+            _places[name] = slice(at, at + _DIGITS)
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    with file.open("w+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, _FILE_BYTES)  # writing where there is no room kills
+        return mmap.mmap(opened.fileno(), _FILE_BYTES)
 
 
 def _write_on() -> None:
@@ -86,9 +117,11 @@ def _write_at_exit() -> None:
 
 def _begin_in_child() -> None:
     """What the parent has counted is not the child's, and threads are not forked."""
-    global _lock, _writer, _ended, _is_forked
-    _lock, _writer, _ended, _is_forked = threading.Lock(), None, threading.Event(), True
+    global _lock, _file, _writer, _ended, _is_forked
+    _lock, _file, _writer = threading.Lock(), None, None
+    _ended, _is_forked = threading.Event(), True
     _counts.clear()
+    _places.clear()
 
 
 atexit.register(_write_at_exit)

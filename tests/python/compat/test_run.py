@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`weft run`: programs in processes of their own."""
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -84,14 +86,16 @@ for is_killed in (True, False):
     assert "weft run: 4 processes called Weft" in done.stderr
 
 
-def test_what_a_killed_process_did_is_told(tmp_path: Path):
-    code = PROGRAM + "import time; time.sleep(1); os.kill(os.getpid(), 9)"
+@pytest.mark.parametrize("seconds", [0, 1])
+def test_what_a_killed_process_did_is_told(tmp_path: Path, seconds):
+    code = PROGRAM + f"import time; time.sleep({seconds}); os.kill(os.getpid(), 9)"
     done = weft_run("--json", str(tmp_path / "counts.json"), *python(code))
     assert done.returncode == 128 + signal.SIGKILL, done.stderr
     (told,) = json.loads((tmp_path / "counts.json").read_text()).values()
     assert told["calls"] == {"get_dispatch_layout": 3, "dispatch": 3}
-    (group,) = told["groups"]
-    assert group["num_dispatches"] == 3 and len(group["wait_seconds"]) == 1
+    if seconds > 0:
+        (group,) = told["groups"]
+        assert group["num_dispatches"] == 3 and len(group["wait_seconds"]) == 1
 
 
 RANKS = """
@@ -150,16 +154,26 @@ def test_a_signal_is_told_as_shells_do():
 def test_signals_reach_the_command(number):
     program = f"trap 'exit 9' {number}; echo ready; while :; do sleep 0.05; done"
     command = [sys.executable, "-m", "weft", "run", "--", "sh", "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
-        assert running.stdout.readline() == b"ready\n"
-        running.send_signal(signal.Signals[f"SIG{number}"])
-        assert running.wait(100) == 9
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, start_new_session=True, preexec_fn=hear_hangups, **pipes) as run:
+        try:
+            assert run.stdout.readline() == b"ready\n"
+            run.send_signal(signal.Signals[f"SIG{number}"])
+            assert run.wait(100) == 9
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
 
 
 def test_what_is_ignored_stays_ignored():
     program = "kill -HUP $$; kill -HUP $PPID; exit 9"
     done = weft_run(*"-- sh -c".split(), program, preexec_fn=ignore_hangups)
     assert done.returncode == 9, done.stderr
+
+
+def hear_hangups() -> None:
+    """Also where the tests run below nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def ignore_hangups() -> None:
