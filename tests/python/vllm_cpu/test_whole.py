@@ -177,12 +177,21 @@ def complete(port, model, prompt):
 
 
 def processes_of(session):
+    """The command lines of its processes, of which those that have ended are empty."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
             if os.getsid(int(path.name)) == session:
                 found.append((path / "cmdline").read_text())
-    return found
+    return [line for line in found if line]
+
+
+def await_end(session):
+    """Python's trackers of shared memory end a moment after the processes that they track."""
+    end = time.monotonic() + 30
+    while (left := processes_of(session)) and time.monotonic() < end:
+        time.sleep(0.2)
+    return left
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -209,7 +218,7 @@ def test_a_server(generated, model, environment, tmp_path, backend):
             got = list(pool.map(lambda prompt: complete(port, model, prompt), prompts()))
         server.send_signal(signal.SIGTERM)
         server.wait(120)
-        left = processes_of(server.pid)
+        left = await_end(server.pid)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)
