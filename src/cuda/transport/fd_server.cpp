@@ -226,8 +226,8 @@ Descriptor fetch_fd(const FdTicket& ticket, const Context& context) {
   const auto ask = [&] { return ::send(to, &ticket.id, sizeof ticket.id, MSG_NOSIGNAL); };
   WEFT_SYS(context, kCode, wait(to, POLLOUT, ask));
   Message message;
-  // Linux may say "the end" of a message that comes together with it, while recvmsg() looks. It
-  // does not once poll() has seen either: a message is there before the end is.
+  // recvmsg() may report the end of the connection although a message arrived just before it: Linux
+  // looks for the two one after the other. Once poll() has seen either, the message is found.
   const auto receive = [&]() -> ssize_t {
     pollfd entry = {.fd = to, .events = POLLIN, .revents = 0};
     const int ready = ::poll(&entry, 1, 0);
