@@ -66,7 +66,7 @@ def replayed_signals(rank, num_ranks, group):
         with torch.cuda.stream(beside):
             for expert in range(4):
                 late[expert] = rows[expert]
-                signals[expert] = 1
+                signals[expert].fill_(1)
         out = buffer.low_latency_combine(
             late,
             batch.idx,

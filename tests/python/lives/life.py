@@ -233,13 +233,20 @@ class Life:
 
     # Calls that are refused.
 
-    def refused(self, culprit: int, call: Callable[[bool], Any], reason="", by=None) -> None:
+    def refused(
+        self, culprit: int, call: Callable[[bool], Any], reason="", by=None, is_told_next=False
+    ) -> None:
         """call(is_wrong) of all ranks, wrong on one: all hear of it, the others which it was. by:
-        the plan of the call, if any; on a GPU it is asked what has come of the call."""
+        the plan of the call, if any; on a GPU it is asked what has come of the call. is_told_next:
+        there the rank hears of its mistake by its next call, and the others that this is refused.
+        """
         try:
             call(self.rank == culprit)
             if by is not None and self.device.type == "cuda":
                 torch.cuda.synchronize()
+                if is_told_next:
+                    call(False)
+                    torch.cuda.synchronize()
                 by.calls.check()
         except weft.InvalidArgument as error:
             text = str(error)

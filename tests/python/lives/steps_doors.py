@@ -236,7 +236,7 @@ def combine_by_other_ids(life: Life) -> None:
     def call(is_wrong: bool) -> None:
         kept.holder.low_latency_combine(rows, other if is_wrong else idx, weights, kept.handle)
 
-    life.refused(culprit, call)
+    life.refused(culprit, call, by=kept.handle.plan, is_told_next=True)
 
 
 @step(1, lives="steady")
@@ -251,6 +251,9 @@ def slots_in_place(life: Life) -> None:
     _, _, weights = life.own_part(batch)
     try:
         x, _, _ = buffer.low_latency_combine(y, idx, weights.flip(1), kept.handle)
+        if x.is_cuda:  # where a rank hears of it by its next call, if there is anything wrong
+            torch.cuda.synchronize()
+            kept.handle.plan.calls.check()
     except weft.InvalidArgument:
         return
     own = batch.of(life.rank, batch.x)

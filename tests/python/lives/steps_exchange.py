@@ -446,6 +446,9 @@ def other_calls(life: Life) -> None:
             kept.holder.exchange.plan(idx)
         else:
             weft.combine(kept.handle, rows)
+        if rows.is_cuda:
+            torch.cuda.synchronize()
+            kept.handle.calls.check()
     except weft.InvalidArgument:
         return
     raise Wrong("ranks that made different calls were not told so")
