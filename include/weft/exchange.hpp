@@ -75,7 +75,17 @@ enum class PeerLoss : uint8_t {
   // ranks, captured graphs too, and plans from before are refused. Between domains buffers from
   // before cost a copy more.
   kShrink,
+  // As kShrink, but on the GPUs of one domain no call is void: none ends before all ranks have all
+  // that they need of it, and one during which ranks are lost is made again among the rest, with
+  // what lies in the caller's memory then, before anything queued behind it runs. That takes a
+  // launch more in each call. Not for captured calls, those received later, and plans whose number
+  // of rows the host waits for: if one of these is cut short, all is as with kShrink.
+  kRepeat,
 };
+
+[[nodiscard]] constexpr bool goes_on_without_lost(PeerLoss loss) {
+  return loss != PeerLoss::kFail;
+}
 
 struct CallReport;
 
@@ -117,6 +127,8 @@ struct CallReport {
   // GPUs: so many calls more, counted likewise, the furthest of the ranks had ended by then. Who
   // makes no call again leaves out as many instead, to be where the others are.
   int64_t calls_behind = 0;
+  // GPUs, PeerLoss::kRepeat: what was cut short has been made again, and plans from before hold.
+  bool is_repeated = false;
 };
 
 // Rows in memory that peers can write: dispatch into it needs no staging copy. Returns to the
@@ -235,7 +247,8 @@ class Exchange {
 
   // Local, but the same on all ranks. Whether the last call was a plan that they have refused since
   // some rank has more tokens or choices than there is room for, and for no other reason: it can be
-  // made on a larger exchange, or after grow().
+  // made on a larger exchange, or after grow(). Throws Error (kInvalidArgument) where this rank had
+  // no room and another had another reason.
   [[nodiscard]] bool is_outgrown() const;
 
   // Local. Throws what a call that has finished on the GPU found; on a CPU why the exchange can no

@@ -49,7 +49,8 @@ void bind_config(nb::module_& m) {
     config.device = {Device::Kind::kCuda, index};
   };
   const auto set_peer_loss = [](ExchangeConfig& config, std::string_view name) {
-    const Names<PeerLoss> names = {{"fail", PeerLoss::kFail}, {"shrink", PeerLoss::kShrink}};
+    const Names<PeerLoss> names = {
+        {"fail", PeerLoss::kFail}, {"shrink", PeerLoss::kShrink}, {"repeat", PeerLoss::kRepeat}};
     config.on_peer_loss = choose("on_peer_loss", name, names);
   };
   nb::class_<ExchangeConfig>(m, "ExchangeConfig", "Names are those of weft.Exchange's arguments.")

@@ -14,7 +14,8 @@ nb::tuple tuple_of(const CallReport& report) {
       report.lost,
       report.lost_experts,
       report.void_calls,
-      report.calls_behind
+      report.calls_behind,
+      report.is_repeated
   );
 }
 

@@ -15,7 +15,7 @@ namespace weft::py {
 // on all ranks, and its result is good.
 void set_on_loss(ExchangeConfig& config, nb::callable function);
 
-// (epoch, alive, lost, lost_experts, void_calls, calls_behind): CallReport.
+// (epoch, alive, lost, lost_experts, void_calls, calls_behind, is_repeated): CallReport.
 [[nodiscard]] nb::tuple report(Calls& calls);
 
 void mask(Calls& calls, const std::vector<int>& ranks);

@@ -45,10 +45,12 @@ class Exchange(ExchangeBegin):
     5 s at least. on_peer_loss: "fail", a rank that dies, leaves or lets the deadline pass ends the
     exchange on all others; or "shrink", where they go on without it: its tokens, and routes to its
     experts, are gone (docs/faults.md). On CPUs the call ends without it, on GPUs the next one
-    raises `RanksLost`. on_loss: called with the `CallReport` of a call that has lost ranks, by the
-    thread of the call; it makes no calls, and what it raises goes to sys.unraisablehook. Raises
-    InvalidArgument on every rank if any rank's arguments are wrong or differ, TimeoutError with
-    the ranks that did not come, Unsupported where ranks cannot be lost.
+    raises `RanksLost`. "repeat" is the same, but on the GPUs of one host the call is made again
+    before anything queued behind it, which takes a launch more in each. on_loss: called with the
+    `CallReport` of a call that has lost ranks, by the thread of the call; it makes no calls, and
+    what it raises goes to sys.unraisablehook. Raises InvalidArgument on every rank if any rank's
+    arguments are wrong or differ, TimeoutError with the ranks that did not come, Unsupported where
+    ranks cannot be lost.
     """
 
     def __init__(

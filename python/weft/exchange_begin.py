@@ -259,7 +259,7 @@ class ExchangeBegin(ExchangeState):
             tokens = max(tokens, routing_map.size(0))
             if routing_map.dtype == torch.bool and routing_map.numel() > 0:
                 topk = max(topk, int(routing_map.sum(1).max()))
-        if self._settings["on_peer_loss"] == "shrink":
+        if self._settings["on_peer_loss"] != "fail":
             return self.grow(_roomy(tokens, self.max_tokens), min(topk, _MOST_CHOICES))
         with within(self._settings["timeout"]):
             tokens, topk = map(max, zip(*self.group.gather_numbers(tokens, topk)))
@@ -277,7 +277,7 @@ class ExchangeBegin(ExchangeState):
         if not self._on_gpu or core is not self._core or torch.cuda.is_current_stream_capturing():
             return None
         # Between domains those that are left reach no memory of before.
-        may_change = self.is_between_gpu_domains and self._settings["on_peer_loss"] == "shrink"
+        may_change = self.is_between_gpu_domains and self._settings["on_peer_loss"] != "fail"
         epoch = core.report()[0] if may_change else 0
         if self._pool is None or self._pool.epoch != epoch:
             self._pool = OutputPool(self.device, epoch)

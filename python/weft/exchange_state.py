@@ -32,6 +32,8 @@ class CallReport(NamedTuple):
     # GPUs: so many calls more the furthest of the ranks had ended by then. Who makes none again
     # leaves out as many instead.
     calls_behind: int = 0
+    # GPUs, on_peer_loss="repeat": what was cut short has been made again, and plans hold.
+    is_repeated: bool = False
 
 
 OnLoss = Callable[[CallReport], None]

@@ -49,7 +49,7 @@ CpuExchange::CpuExchange(const Group& group, const ExchangeConfig& wanted, CpuPl
     validate_config(settings_, context_);
     WEFT_CHECK_ARG(
         context_,
-        settings_.on_peer_loss == PeerLoss::kShrink,
+        goes_on_without_lost(settings_.on_peer_loss),
         "rejoin: on_peer_loss = fail (expected shrink, as on the others)"
     );
   } else {
@@ -81,7 +81,7 @@ CpuExchange::CpuExchange(const Group& group, const ExchangeConfig& wanted, CpuPl
   transport_name_ = has_kind ? settings_.transport : std::string(transport_->name());
   settings_.transport = transport_->name();
   context_.transport = settings_.transport;
-  if (settings_.on_peer_loss == PeerLoss::kShrink) {
+  if (goes_on_without_lost(settings_.on_peer_loss)) {
     survival_ = std::make_unique<Survival>(group, context_, settings_.timeout);
   }
   make_waiter();

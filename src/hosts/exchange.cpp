@@ -200,7 +200,7 @@ std::unique_ptr<Executor> make_cuda_exchange(
   if (domains.size() == 1) {
     return std::make_unique<CudaExchange>(group, config, true);
   }
-  if (config.on_peer_loss == PeerLoss::kShrink) {
+  if (goes_on_without_lost(config.on_peer_loss)) {
     return std::make_unique<SurvivingHosts>(group, config, domains);
   }
   return std::make_unique<HostsExchange>(group, config, domains);

@@ -29,6 +29,7 @@ NIGHT = {
     "parking": [],
     "pipeline": ["ITEMS=5"],
     "readmission": ["N=4", "DEATHS=1"],
+    "repeats": ["CALLS=3"],
     "roll": ["NIGHT"],
 }
 # What a mutation needs besides itself to be found.

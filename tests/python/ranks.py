@@ -5,6 +5,7 @@ The processes live on between tests: starting one costs seconds, calling one a m
 call gets a gloo process group of exactly the wanted size (also torch.distributed's default group).
 """
 
+import contextlib
 import faulthandler
 import gc
 import importlib.util
@@ -164,11 +165,11 @@ class Ranks:
                     if late.is_alive():
                         os.kill(late.pid, signal.SIGUSR1)  # prints its stacks
                 time.sleep(0.5)
-                said = [
-                    f"rank {other}: {pickle.loads(end.recv_bytes())[1]}"
-                    for other, (_, end) in enumerate(workers)
-                    if other > rank and end.poll(0)
-                ]
+                said = []
+                for other, (_, end) in enumerate(workers):
+                    with contextlib.suppress(EOFError):  # its process has ended
+                        if other > rank and end.poll(0):
+                            said.append(f"rank {other}: {pickle.loads(end.recv_bytes())[1]}")
                 self.stop()
                 late = f"rank {rank} did not answer within {seconds:.0f} s"
                 pytest.fail("\n".join([late, *said]), pytrace=False)

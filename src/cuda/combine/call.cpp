@@ -8,6 +8,14 @@
 #include "cuda/exchange/exchange.hpp"
 
 namespace weft {
+namespace {
+
+void launch_both(const CombineLaunch& call, cudaStream_t stream) {
+  launch_combine_by_route(call, CallPart::kSend, stream);
+  launch_combine_by_route(call, CallPart::kReceive, stream);
+}
+
+}  // namespace
 
 void CudaExchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
@@ -71,7 +79,7 @@ void CudaExchange::combine_by_stores(
         picks_mover_ && plan.shape.num_tokens <= num_sms && is_short_call(plan.shape.num_tokens);
     launch.num_reduce = 0;
     launch.num_sum = std::clamp(chunks, 1, num_sms);
-    launch_combine(launch, stream);
+    launch_and_keep(launch_combine, launch, stream);
     return;
   }
   const int64_t per_token =
@@ -103,11 +111,10 @@ void CudaExchange::combine_by_stores(
   }
   launch.num_reduce = blocks.first;
   launch.num_sum = blocks.second;
-  if (launch.payload.wire != Wire::kNone) {
-    launch_coded_combine(launch, stream);
-  } else {
-    launch.is_by_choice ? launch_topk_combine(launch, stream) : launch_combine(launch, stream);
-  }
+  const auto kernel = launch.payload.wire != Wire::kNone ? launch_coded_combine
+                      : launch.is_by_choice              ? launch_topk_combine
+                                                         : launch_combine;
+  launch_and_keep(kernel, launch, stream);
 }
 
 bool CudaExchange::can_return_by_route(const PlanData& plan, const CombineLaunch& launch) const {
@@ -124,11 +131,12 @@ void CudaExchange::combine_by_route(
   const int most = has_marks ? std::max(1, num_gpu_sms_ / 2) : num_gpu_sms_;
   launch.num_reduce = std::min(call.num_sms > 0 ? call.num_sms : sms_of(call), most);
   launch.num_sum = sms_of(has_marks ? CallOptions{} : call);
-  launch_combine_by_route(launch, CallPart::kSend, stream);
   if (call.receives_later) {
+    launch_combine_by_route(launch, CallPart::kSend, stream);
+    keep_none();
     open_ = OpenCall{plan, launch, is_capturing(stream, context_)};
   } else {
-    launch_combine_by_route(launch, CallPart::kReceive, stream);
+    launch_and_keep(launch_both, launch, stream);
   }
 }
 
@@ -139,6 +147,7 @@ void CudaExchange::combine_by_copies(
   launch.staging = copied_address(launch.copied);
   launch.num_reduce = sms_of(call);
   launch.num_sum = launch.num_reduce;
+  keep_none();
   launch_combine_pack(launch, stream);
   queue_copies(launch.copied, plan.num_received, settings_.max_tokens, stream);
   launch_combine_sum(launch, stream);

@@ -28,6 +28,10 @@ int plan_parts(int64_t max_tokens, int num_ranks, int num_blocks) {
   return std::max(1, std::min(wanted, num_blocks / 4 / num_ranks));
 }
 
+void launch_whole(const RoutedDispatchLaunch& call, cudaStream_t stream) {
+  launch_routed_dispatch(call, CallPart::kAll, stream);
+}
+
 }  // namespace
 
 void CudaExchange::prepare_rows(
@@ -129,7 +133,7 @@ void CudaExchange::dispatch_by_stores(
   );
   launch.num_push = blocks.first;
   launch.num_fan_out = blocks.second;
-  launch_dispatch(launch, stream);
+  launch_and_keep(launch_dispatch, launch, stream);
 }
 
 void CudaExchange::dispatch_by_copies(
@@ -141,6 +145,7 @@ void CudaExchange::dispatch_by_copies(
   launch.scales_target = launch.rows_target;
   launch.num_push = sms_of(call);
   launch.num_fan_out = launch.num_push;
+  keep_none();
   launch_dispatch_pack(launch, stream);
   queue_copies(launch.copied, plan.num_sent, plan.shape.num_tokens, stream);
   launch_dispatch_fan_out(launch, stream);
@@ -214,8 +219,13 @@ Plan CudaExchange::dispatch_routed(
     const bool is_later = call.receives_later && !is_balanced && !waits;
     if (is_balanced) {
       launch_balanced_dispatch(balanced(launch, options.balance), stream);
+    } else if (is_later) {
+      launch_routed_dispatch(launch, CallPart::kSend, stream);
     } else {
-      launch_routed_dispatch(launch, is_later ? CallPart::kSend : CallPart::kAll, stream);
+      launch_and_keep(launch_whole, launch, stream);
+    }
+    if (is_balanced || is_later || waits) {
+      keep_none();
     }
     set_launched(stream);
     if (waits) {

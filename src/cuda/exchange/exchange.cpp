@@ -120,6 +120,9 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
       control_map_.signals().needed(),
       context_.num_ranks
   );
+  if (settings_.on_peer_loss == PeerLoss::kRepeat) {
+    repeats_ = std::make_unique<CallRepeats>(context_);
+  }
   if (invitation) {
     rejoin(group, *invitation);
     return;
@@ -129,7 +132,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
   const DomainFacts facts = agree_on_facts(group, id_, shared_bytes());
   fused_replicas_ = fused_replicas(facts.shared_bytes);
   agree(group, [&] { set_up(facts.stamp); });  // nobody leaves before everybody can be written to
-  if (settings_.on_peer_loss == PeerLoss::kShrink) {
+  if (goes_on_without_lost(settings_.on_peer_loss)) {
     watch_for_losses(group);
   }
 }
@@ -200,6 +203,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_copied_combine();
   prepare_refusal();
   prepare_waits();
+  prepare_gate();
   plans_ = std::make_shared<PlanPool>(memory_, largest.num_bytes());
   add_plans(std::clamp(kFirstPlanBytes / largest.num_bytes(), kFewPlans, kFirstPlans));
   buffers_ = std::make_shared<BlockPool>(memory_);
@@ -239,11 +243,33 @@ void CudaExchange::set_epoch(uint64_t epoch) {
   const cudaStream_t stream = own_->stream.get();
   uint32_t* const place = &own_->local.get()->epoch;
   WEFT_CUDA(context_, cudaMemcpyAsync(place, &epoch, sizeof epoch, cudaMemcpyHostToDevice, stream));
+  const GateState gate = {.passed = epoch, .whole = epoch};
+  WEFT_CUDA(
+      context_,
+      cudaMemcpyAsync(&own_->local.get()->gate, &gate, sizeof gate, cudaMemcpyHostToDevice, stream)
+  );
+  const uint32_t has_gates = repeats_ ? 1 : 0;
+  WEFT_CUDA(
+      context_,
+      cudaMemcpyAsync(
+          &own_->local.get()->has_gates,
+          &has_gates,
+          sizeof has_gates,
+          cudaMemcpyHostToDevice,
+          stream
+      )
+  );
   WEFT_CUDA(context_, cudaStreamSynchronize(stream));
 }
 
 CudaExchange::~CudaExchange() {
   losses_.reset();
+  if (repeats_) {
+    on_device_quietly(settings_.device.index, "exchange", [&] {
+      release_gates();
+      return cudaSuccess;
+    });
+  }
   // A thread of another GPU may destroy it; kernels of ours may still run, in any stream.
   on_device_quietly(settings_.device.index, "exchange", [&] {
     memory_->close();

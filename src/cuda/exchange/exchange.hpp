@@ -20,6 +20,7 @@
 #include "cuda/exchange/fault_text.hpp"
 #include "cuda/exchange/loss_watch.hpp"
 #include "cuda/exchange/refusal_board.hpp"
+#include "cuda/exchange/repeats.hpp"
 #include "cuda/exchange/tuning.hpp"
 #include "cuda/layout/launch.hpp"
 #include "cuda/memory/owners.hpp"
@@ -174,6 +175,26 @@ class CudaExchange final : public Executor {
   // Records where a kernel ends a call, or the part of it that is queued now. False inside a
   // capture, which records nothing.
   bool record_end(cudaStream_t stream) const;
+  // Queues a launch that is made again if ranks are lost (PeerLoss::kRepeat).
+  template <class Launch>
+  void launch_and_keep(
+      void (*function)(const Launch&, cudaStream_t), const Launch& launch, cudaStream_t stream
+  ) {
+    function(launch, stream);
+    if (repeats_) {
+      PlanView followed;
+      if constexpr (std::is_base_of_v<RowsLaunch, Launch>) {
+        followed = launch.plan;
+      }
+      repeats_->keep([function, launch](cudaStream_t again) { function(launch, again); }, followed);
+    }
+  }
+  // The running call cannot be made again.
+  void keep_none() {
+    if (repeats_) {
+      repeats_->keep({});
+    }
+  }
   [[nodiscard]] int sms_of(const CallOptions& call) const;
 
   // --- failures ---
@@ -191,10 +212,30 @@ class CudaExchange final : public Executor {
   // Throws TimeoutError.
   void await_last_call() const;
   [[nodiscard]] LossWatch::Calls own_calls() const;
-  // The next call has the number after this one.
-  void go_on_without(uint32_t lost, uint64_t last_call);
+  // The next call has the number after this one. `is_queue_void`: so is what has begun here.
+  void go_on_without(uint32_t lost, uint64_t last_call, bool is_queue_void = true);
   [[nodiscard]] std::vector<int> lost_ranks() const;  // ascending
   void set_local(LocalState* to, const LocalState& now) const;
+  // For what the host does while kernels are stopped.
+  [[nodiscard]] cudaStream_t quiet_stream() const {
+    return repeats_ ? repeats_->stream() : own_->stream.get();
+  }
+  // --- PeerLoss::kRepeat (losses.cpp) ---
+  // Once a call is queued in the stream: puts a gate behind it, unless it is a plan alone, for
+  // which that of the next call is.
+  void close_calls(cudaStream_t stream);
+  // Whether the watch agrees on what becomes of the calls, so that the caller has nothing to do.
+  [[nodiscard]] bool is_watch_at_it() const;
+  // Any thread: whom a call has waited for in vain.
+  [[nodiscard]] std::optional<LossWatch::Late> late_rank() const;
+  // The thread that watches: makes the calls again that this rank's gate holds, and opens it.
+  void repeat_calls(const LossWatch::Agreement& agreed);
+  // No gate holds any more: calls are void until go_on_without().
+  void release_gates() const;
+  // The caller waits before a call while it is too many ahead.
+  void await_gates(cudaStream_t stream);
+  // The caller hears of ranks whose loss has ended no call.
+  void hear_repeats();
   // --- ranks that come back (readmission.cpp) ---
   // The rest of the constructor, for a rank of Group::rejoin().
   void rejoin(const Group& group, const Invitation& invitation);
@@ -221,6 +262,7 @@ class CudaExchange final : public Executor {
   // check() beside a call in `stream`, or in none that is known: all calls so far are in it or
   // before it, replays included.
   void check_behind(std::optional<cudaStream_t> stream);
+  [[nodiscard]] std::optional<Refusal> awaited_reason(const FaultRecord& refused) const;
   // Throws what the record says. A refusal that harmed nothing is cleared first.
   void throw_fault(std::optional<cudaStream_t> stream);
   // False: a peer has not come to a call since, so that the exchange can no longer be used.
@@ -386,7 +428,13 @@ class CudaExchange final : public Executor {
   CudaBuffer<std::byte> nobodys_;      // in place of control regions of ranks that were never met
   int64_t void_calls_ = 0;             // CallReport's
   int64_t calls_behind_ = 0;           // likewise
-  std::unique_ptr<LossWatch> losses_;  // null: PeerLoss::kFail
+  bool is_plan_alone_ = false;         // the running call
+  bool is_waiting_for_shape_ = false;  // the host, for a plan
+  uint64_t num_queued_ = 0;            // calls since the last gate
+  bool is_repeated_ = false;           // CallReport's
+  std::vector<int> heard_;             // lost ranks that the caller knows of
+  std::unique_ptr<CallRepeats> repeats_;  // PeerLoss::kRepeat
+  std::unique_ptr<LossWatch> losses_;     // null: PeerLoss::kFail
 };
 
 template <class T>
@@ -401,13 +449,27 @@ template <class Launch>
 auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch, bool is_second) {
   const CudaDeviceGuard guard(settings_.device.index);
   const cudaStream_t stream = stream_of(call);
+  await_gates(stream);
+  hear_repeats();
   running_op_ = op;
   is_launched_ = false;
+  is_plan_alone_ = false;
   refused_plan_ = 0;
   if (losses_) {
     losses_->follow_caller();
   }
+  const auto queue = [&] {
+    if constexpr (std::is_void_v<decltype(launch(stream))>) {
+      launch(stream);
+      close_calls(stream);
+    } else {
+      auto result = launch(stream);
+      close_calls(stream);
+      return result;
+    }
+  };
   const auto launched = [&] {
+    const CallRepeats::Lock lock(repeats_.get());
     try {
       receive_open(stream);
       unplaced_.reset();
@@ -415,7 +477,7 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
         if (losses_->has_news()) {
           record_end(stream);  // replays that are queued there are calls before this one
         }
-        if (losses_->has_left()) {
+        if (losses_->has_left() && !is_watch_at_it()) {
           look_for_losses(op, ErrorCode::kPeerFailed);
         }
       }
@@ -423,7 +485,7 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
         // The call counts on every rank, whichever of them hears of a fault first.
         check_behind(stream);
       }
-      return launch(stream);
+      return queue();
     } catch (const Error& error) {
       const bool counts = error.code() != ErrorCode::kRanksLost;
       if (!is_launched_ && counts && !refuse(op, error, call)) {

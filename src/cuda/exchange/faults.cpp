@@ -16,7 +16,11 @@
 namespace weft {
 
 void CudaExchange::check() {
-  check_behind(std::nullopt);
+  {
+    const CallRepeats::Lock lock(repeats_.get());
+    check_behind(std::nullopt);
+  }
+  hear_repeats();
 }
 
 void CudaExchange::check_behind(std::optional<cudaStream_t> stream) {
@@ -31,6 +35,9 @@ void CudaExchange::check_behind(std::optional<cudaStream_t> stream) {
 void CudaExchange::check_faults(std::optional<cudaStream_t> stream) {
   if (broken_) {
     std::rethrow_exception(broken_);
+  }
+  if (is_watch_at_it()) {
+    return;
   }
   if (losses_ && losses_->has_news()) {
     losses_->follow_caller();
@@ -76,6 +83,7 @@ void CudaExchange::interrupt() {
   const RelaxedCapture no_capture;
   const uint32_t call = running_call();
   stop_kernels(call);
+  release_gates();
   if (losses_) {
     losses_->leave();
   } else {
@@ -127,6 +135,7 @@ void CudaExchange::break_off(ErrorCode code, std::string_view text, cudaStream_t
 
 bool CudaExchange::refuse(Op op, const Refusal& reason, const CallOptions& call) {
   const CudaDeviceGuard guard(settings_.device.index);
+  const CallRepeats::Lock lock(repeats_.get());
   const cudaStream_t stream = stream_of(call);
   if (is_capturing(stream, context_)) {
     return false;
@@ -149,11 +158,17 @@ bool CudaExchange::refuse(Op op, const Refusal& reason, const CallOptions& call)
 uint32_t CudaExchange::refuse_one(Op op, const Refusal& reason, cudaStream_t stream) {
   // Behind the call before it, in whatever stream that is, the GPU knows the number of this one.
   WEFT_CUDA(context_, cudaStreamWaitEvent(stream, own_->last_call.get()));
-  wait_for(stream);
+  const auto wait = [&] {
+    repeats_ ? repeats_->unlocked([&] { wait_for(stream); }) : wait_for(stream);
+  };
+  wait();
   const uint32_t number = read_gpu<uint32_t>(&own_->local.get()->epoch) + 1;
   refusals_->post(number, reason);
   launch_refusal(view_, op, stream);
-  wait_for(stream);
+  wait();
+  keep_none();
+  is_plan_alone_ = false;
+  close_calls(stream);
   return number;
 }
 
@@ -186,6 +201,11 @@ bool CudaExchange::is_outgrown() const {
       return reason.has_value();
     });
     if (!reason || reason->is_for_room == 0) {
+      const auto own = refusals_->reason(view_.rank, refused_plan_);
+      const bool is_of_peer = reason && !reason->text().empty() && own && own->is_for_room != 0;
+      WEFT_CHECK_ARG(
+          context_, !is_of_peer, "plan: rank {} refused the call: {}", peer, reason->text()
+      );
       return false;
     }
   }
@@ -226,10 +246,13 @@ bool CudaExchange::clear_fault(uint32_t epoch, std::optional<cudaStream_t> strea
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
   const auto deadline = std::chrono::steady_clock::now() + 2 * settings_.timeout;  // of its waits
-  WEFT_CUDA(context_, cudaEventSynchronize(own_->last_call.get()));
-  if (stream && !is_capturing(*stream, context_)) {
-    WEFT_CUDA(context_, cudaStreamSynchronize(*stream));
-  }
+  const auto wait = [&] {
+    WEFT_CUDA(context_, cudaEventSynchronize(own_->last_call.get()));
+    if (stream && !is_capturing(*stream, context_)) {
+      WEFT_CUDA(context_, cudaStreamSynchronize(*stream));
+    }
+  };
+  repeats_ ? repeats_->unlocked(wait) : wait();
   const auto now = [&] { return read_gpu<uint32_t>(&own_->local.get()->epoch); };
   while (static_cast<int32_t>(now() - epoch) < 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -242,6 +265,18 @@ bool CudaExchange::clear_fault(uint32_t epoch, std::optional<cudaStream_t> strea
   WEFT_CUDA(context_, cudaMemsetAsync(&own_->local.get()->stopped, 0, sizeof(StopState), own));
   WEFT_CUDA(context_, cudaStreamSynchronize(own));
   return true;
+}
+
+// Why a peer has refused the call. What its GPU found its host posts a moment later; for a plan
+// that decides whether all grow.
+std::optional<Refusal> CudaExchange::awaited_reason(const FaultRecord& refused) const {
+  const Deadline deadline(std::chrono::seconds(1));
+  std::optional<Refusal> reason = refusals_->reason(refused.peer, refused.epoch);
+  while (!reason && refused.op == Op::kPlan && !losses_ && !deadline.has_passed()) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    reason = refusals_->reason(refused.peer, refused.epoch);
+  }
+  return reason;
 }
 
 void CudaExchange::throw_fault(std::optional<cudaStream_t> stream) {
@@ -260,7 +295,7 @@ void CudaExchange::throw_fault(std::optional<cudaStream_t> stream) {
   ControlSurvey survey;
   Refusal heard;
   if (record.kind == FaultKind::kRefused) {
-    heard = refusals_->reason(peer, record.epoch).value_or(Refusal());
+    heard = awaited_reason(record).value_or(Refusal());
     survey.refusal = heard.text();
   }
   const bool is_late = record.kind == FaultKind::kTimeout;

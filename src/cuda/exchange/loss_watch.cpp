@@ -82,7 +82,14 @@ void LossWatch::run() {
   while (!is_ended_.load(std::memory_order_relaxed)) {
     try {
       look();
-      answer();
+      if (!kernels_.repeats.make) {
+        answer();
+      } else if (has_news() && kernels_.repeats.try_lock()) {
+        const std::unique_ptr<const Repeats, void (*)(const Repeats*)> locked(
+            &kernels_.repeats, [](const Repeats* repeats) { repeats->unlock(); }
+        );
+        answer();
+      }
     } catch (const std::exception& error) {
       if (std::exchange(told, error.what()) != told) {
         log(LogLevel::kWarn, "exchange: watching for lost ranks: {}", error.what());
@@ -100,10 +107,11 @@ void LossWatch::look() {
     return;
   }
   const Survival::Trouble trouble = survival_.trouble();
-  if (trouble == Survival::Trouble::kNone) {
+  const bool is_late = !is_no_loss_ && kernels_.repeats.late && kernels_.repeats.late();
+  if (trouble == Survival::Trouble::kNone && !is_late) {
     return;
   }
-  if (trouble == Survival::Trouble::kLeft) {
+  if (!is_late && trouble == Survival::Trouble::kLeft) {
     has_left_.store(true, std::memory_order_relaxed);
     const auto now = Clock::now();
     seen_to_leave_ = seen_to_leave_.value_or(now);
@@ -115,13 +123,17 @@ void LossWatch::look() {
   kernels_.stop();
 }
 
-// Only where others have begun to agree and the thread that calls waits elsewhere, not here for its
-// turn. What a rank says that has heard of a loss and of another one before its next call: it has
-// gone on from the first, and made no call since.
+// Where calls are void, only if others have begun to agree and the thread that calls waits
+// elsewhere, not here for its turn. A rank that has heard of a loss, and of another one before its
+// next call, says that it has gone on from the first, and made no call since.
 void LossWatch::answer() {
   const std::lock_guard lock(mutex_);
-  if (!has_news() || answer_error_ || !survival_.has_moved() ||
-      !waiting_threads().is_elsewhere(caller_.load(std::memory_order_relaxed), this)) {
+  const bool repeats = kernels_.repeats.make != nullptr;
+  const bool is_asked =
+      (survival_.has_moved() || are_void_) &&
+      waiting_threads().is_elsewhere(caller_.load(std::memory_order_relaxed), this);
+  const bool is_due = is_asked || (repeats && !answered_ && !is_no_loss_ && !are_void_);
+  if (!has_news() || answer_error_ || !is_due) {
     return;
   }
   try {
@@ -134,11 +146,29 @@ void LossWatch::answer() {
     if (!own) {
       return;
     }
-    survival_.begin_call(/*is_second_part=*/answered_.has_value());
-    if (!survival_.settle("check", ErrorCode::kPeerFailed)) {
+    const auto late = repeats ? kernels_.repeats.late() : std::nullopt;
+    survival_.begin_call(/*is_second_part=*/answered_.has_value() || are_void_);
+    const ErrorCode cause = late ? late->cause : ErrorCode::kPeerFailed;
+    if (!are_void_ && !settle_members("check", cause, late ? late->rank : std::nullopt)) {
+      if (late) {
+        is_no_loss_ = true;
+        kernels_.repeats.release();
+      }
       return;
     }
     const Agreement agreement = agree_on_calls("check", *own);
+    if (repeats && !are_void_) {
+      if (agreement.is_repeated) {
+        tell();
+        kernels_.repeats.make(agreement);
+        resume();
+      } else {
+        are_void_ = true;
+        kernels_.repeats.release();
+      }
+      return;
+    }
+    are_void_ = false;
     if (answered_) {
       answered_->last = agreement.last;
       answered_->calls_behind += agreement.calls_behind;
@@ -148,7 +178,25 @@ void LossWatch::answer() {
     }
   } catch (const std::exception&) {
     answer_error_ = std::current_exception();
+    if (repeats) {
+      kernels_.repeats.release();
+    }
   }
+}
+
+bool LossWatch::settle_members(std::string_view op, ErrorCode cause, std::optional<int> late) {
+  if (late && survival_.are_processes()) {
+    survival_.give_up(std::array{*late});
+  } else if (cause == ErrorCode::kTimeout) {  // a stopped rank, once it was silent so long
+    const Deadline deadline(timeout_);
+    vigil_.begin = Clock::now();
+    while (!survival_.is_over(vigil_) && survival_.trouble() == Survival::Trouble::kNone &&
+           !deadline.has_passed()) {
+      survival_.beat();
+      std::this_thread::sleep_for(kLookEvery);
+    }
+  }
+  return survival_.settle(op, cause);
 }
 
 bool LossWatch::await_news(std::chrono::milliseconds at_most) const {
@@ -196,20 +244,15 @@ std::optional<LossWatch::Agreement> LossWatch::settle(
     tell();
     return std::exchange(answered_, std::nullopt);
   }
-  survival_.begin_call();
-  if (late && survival_.are_processes()) {
-    survival_.give_up(std::array{*late});
-  } else if (cause == ErrorCode::kTimeout) {  // a stopped rank, once it was silent so long
-    const Deadline deadline(timeout_);
-    vigil_.begin = Clock::now();
-    while (!survival_.is_over(vigil_) && survival_.trouble() == Survival::Trouble::kNone &&
-           !deadline.has_passed()) {
-      survival_.beat();
-      std::this_thread::sleep_for(kLookEvery);
+  is_no_loss_ = false;
+  survival_.begin_call(/*is_second_part=*/are_void_);
+  if (are_void_ || settle_members(op, cause, late)) {
+    Agreement agreement = agree_on_calls(op, own);
+    if (kernels_.repeats.make && !are_void_) {
+      survival_.begin_call(/*is_second_part=*/true);
+      agreement = agree_on_calls(op, own);
     }
-  }
-  if (survival_.settle(op, cause)) {
-    const Agreement agreement = agree_on_calls(op, own);
+    are_void_ = false;
     tell();
     return agreement;
   }
@@ -235,6 +278,7 @@ LossWatch::Agreement LossWatch::agree_on_calls(std::string_view op, const Calls&
   for (;;) {
     try {
       Calls all = own;
+      std::vector<Calls> each;
       const std::vector<Bytes> blocks =
           survival_.group().all_gather(std::as_bytes(std::span(&own, 1)));
       for (const int rank : survival_.members()) {
@@ -242,7 +286,19 @@ LossWatch::Agreement LossWatch::agree_on_calls(std::string_view op, const Calls&
         const auto theirs = block_value<Calls>(blocks[at], at, context_);
         all.last = std::max(all.last, theirs.last);
         all.first_void = std::min(all.first_void, theirs.first_void);
+        all.passed = std::max(all.passed, theirs.passed);
+        all.whole = std::min(all.whole, theirs.whole);
+        each.push_back(theirs);
       }
+      // A gate that some have passed has let all know that they are whole up to it; then come the
+      // calls before one gate more, if any.
+      const bool is_repeated = std::ranges::all_of(each, [&](const Calls& one) {
+        const auto held = static_cast<uint64_t>(one.num_held);
+        const bool is_there = one.passed == all.passed
+                                  ? one.last == one.passed + held
+                                  : one.whole == all.passed && one.last == all.passed;
+        return one.can_repeat != 0 && is_there;
+      });
       // Only what all have heard holds: whoever returned alone would go on from other numbers than
       // those who ask again, as one was lost before it had heard.
       if (survival_.finish_call(op)) {
@@ -255,7 +311,9 @@ LossWatch::Agreement LossWatch::agree_on_calls(std::string_view op, const Calls&
         return {
             .last = all.last,
             .void_calls = static_cast<int64_t>(own.last + 1 - all.first_void),
-            .calls_behind = static_cast<int64_t>(all.last - own.last)};
+            .calls_behind = static_cast<int64_t>(all.last - own.last),
+            .is_repeated = is_repeated,
+            .whole = all.whole};
       }
     } catch (const Error& error) {  // others were lost meanwhile, or have not come
       if (error.code() != ErrorCode::kPeerFailed || !survival_.settle(op, error.code())) {

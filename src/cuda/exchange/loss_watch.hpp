@@ -33,6 +33,36 @@ class LossWatch {
   struct Calls {
     uint64_t last = 0;        // that has ended, well or not
     uint64_t first_void = 0;  // that has to be made again, the one after the last if none
+    // With PeerLoss::kRepeat, of GateState, and how many calls the gate that holds is behind.
+    uint64_t passed = 0;
+    uint64_t whole = 0;
+    int32_t num_held = 0;
+    int32_t can_repeat = 0;  // 1: these calls can be made again, if need be
+  };
+  // A wait of this rank's kernels that has come to its deadline.
+  struct Late {
+    ErrorCode cause;
+    std::optional<int> rank;  // that has not begun the call
+  };
+  // What those that are left have agreed on.
+  struct Agreement {
+    uint64_t last = 0;  // of all: calls go on after it
+    // As CallReport has them of this rank.
+    int64_t void_calls = 0;
+    int64_t calls_behind = 0;
+    bool is_repeated = false;  // all can make again what comes after
+    uint64_t whole = 0;        // the last call that all have all of
+  };
+  // How calls are made again (PeerLoss::kRepeat), by the thread that watches; all or none are set.
+  struct Repeats {
+    // Keeps the thread that calls from it meanwhile. False: that is at it.
+    std::function<bool()> try_lock;
+    std::function<void()> unlock;
+    std::function<std::optional<Late>()> late;
+    // Once ranks are lost: goes on without them and makes calls again.
+    std::function<void(const Agreement&)> make;
+    // Calls are void after all; the caller's next one hears of it.
+    std::function<void()> release;
   };
   // What members do to reach each other anew, by an all_gather of theirs.
   using Connect = std::function<void(const Group& members, const Meeting& who)>;
@@ -45,6 +75,7 @@ class LossWatch {
     // As for meet(), once ranks are lost and calls are agreed on; null: the others are reached as
     // before.
     Connect connect = {};
+    Repeats repeats = {};
   };
   // Collective. Ranks whose `context.transport` is "peer" share memory of the host, others speak
   // by messages. A rank that joins again waits until the members take it in, and is one of them
@@ -80,7 +111,7 @@ class LossWatch {
   // that is about to.
   [[nodiscard]] bool has_answered() const {
     const std::lock_guard lock(mutex_);
-    return answered_ || answer_error_;
+    return answered_ || answer_error_ || is_no_loss_ || are_void_;
   }
   // Others shall not wait for this rank any more.
   void leave();
@@ -90,13 +121,6 @@ class LossWatch {
   // --- the thread that calls, once this rank's kernels have ended ---
   // It is this one from now on.
   void follow_caller() { caller_.store(std::this_thread::get_id(), std::memory_order_relaxed); }
-  // What those that are left have agreed on.
-  struct Agreement {
-    uint64_t last = 0;  // of all: calls go on after it
-    // As CallReport has them of this rank.
-    int64_t void_calls = 0;
-    int64_t calls_behind = 0;
-  };
   // Waits until those that are left are agreed on. `late`: a rank that has not begun the call
   // within the deadline, and is given up unless it is a thread of this process. Nothing: no rank is
   // lost. Throws PeerError if this rank is, TimeoutError if others have not come.
@@ -138,6 +162,9 @@ class LossWatch {
   void look();
   // In place of the thread that calls.
   void answer();
+  // Whether ranks are lost, after a call of which `late` has not been part, or which has failed
+  // because of `cause`.
+  [[nodiscard]] bool settle_members(std::string_view op, ErrorCode cause, std::optional<int> late);
   // Once others are members.
   [[nodiscard]] Agreement agree_on_calls(std::string_view op, const Calls& own);
   void meet_at_last(std::string_view op, const Connect& connect);
@@ -154,6 +181,10 @@ class LossWatch {
   std::optional<Agreement> answered_;  // that the next call has still to hear
   uint64_t answered_last_ = 0;         // Calls::last when that began
   std::exception_ptr answer_error_;    // likewise
+  bool is_no_loss_ = false;            // likewise: a wait was in vain, and no rank is lost
+  // Some ranks cannot make their calls again. What is queued comes to nothing, and then it is
+  // agreed how many calls these were.
+  bool are_void_ = false;
   // ---
   mutable std::mutex told_mutex_;
   CallReport told_;  // by told_mutex_

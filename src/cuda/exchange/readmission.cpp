@@ -156,8 +156,8 @@ void CudaExchange::retire_graphs() {
 void CudaExchange::rejoin(const Group& group, const Invitation& invitation) {
   WEFT_CHECK_ARG(
       context_,
-      settings_.on_peer_loss == PeerLoss::kShrink,
-      "rejoin: on_peer_loss = fail (expected shrink, as on the others)"
+      goes_on_without_lost(settings_.on_peer_loss),
+      "rejoin: on_peer_loss = fail (expected shrink or repeat, as on the others)"
   );
   WEFT_CHECK_ARG(
       context_,

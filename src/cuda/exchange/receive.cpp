@@ -13,7 +13,10 @@ void CudaExchange::receive(const Plan& plan, const CallOptions& call) {
     return;
   }
   const cudaStream_t stream = stream_of(call);
-  receive_open(stream);
+  {
+    const CallRepeats::Lock lock(repeats_.get());
+    receive_open(stream);
+  }
   if (call.stream == nullptr) {
     wait_for(stream);
     check_behind(stream);
@@ -49,6 +52,8 @@ void CudaExchange::receive_open(cudaStream_t stream) {
   }
   record_end(stream);
   open_.reset();
+  is_plan_alone_ = false;
+  close_calls(stream);
 }
 
 }  // namespace weft

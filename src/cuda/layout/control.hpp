@@ -106,10 +106,14 @@ struct SignalSlots {
   [[nodiscard]] WEFT_HD constexpr uint32_t second_word(uint32_t epoch, uint32_t source) const {
     return copying(num_ranks) + epoch % 2 * num_ranks + source;
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return second_word(1, num_ranks); }
+  // The source has all that it needs of its calls up to this one (GateState).
+  [[nodiscard]] WEFT_HD constexpr uint32_t whole(uint32_t source) const {
+    return second_word(1, num_ranks) + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return whole(num_ranks); }
   // The same where 32 bits do not hold it.
   [[nodiscard]] constexpr uint64_t needed() const {
-    return uint64_t{num_ranks} * (uint64_t{2} * max_chunks + 9);
+    return uint64_t{num_ranks} * (uint64_t{2} * max_chunks + 10);
   }
 };
 
@@ -351,6 +355,7 @@ enum class WaitFor : uint32_t {
   kSourceWeights,
   kRows,
   kCopies,
+  kWhole,  // the end of a call on the peer (GateState)
   kGrid,
   kStage,  // a row, or room for one, in shared memory
   kMark    // of a block of an expert's rows (RowMarks); FaultRecord::what and block say which
@@ -379,6 +384,17 @@ enum class StopState : uint32_t {
   kBroken,   // a peer did not come: no wait is worth its time
 };
 
+// With PeerLoss::kRepeat: a kernel behind each call, its gate, waits until all ranks have all that
+// they need of the call. If kernels are stopped meanwhile, it holds what is queued behind it until
+// the host has made the call again.
+struct GateState {
+  uint64_t passed = 0;   // the last call that all ranks have all of, as far as this one knows
+  uint64_t whole = 0;    // the last of which this rank has all, as it has told the others
+  uint64_t number = 0;   // of the gate that holds, as its launch has it
+  uint32_t is_held = 0;  // 1: until the host, or the gate of the call made again, clears it
+  uint32_t is_off = 0;   // 1: none holds, as calls are not made again but void
+};
+
 // A rank's own device memory that only its kernels (and its host, between calls) touch.
 struct alignas(8) LocalState {
   uint32_t epoch = 0;       // of the last finished call
@@ -402,6 +418,8 @@ struct alignas(8) LocalState {
   uint64_t wait_ns[kMaxDomainRanks] = {};  // by peer
   uint64_t routed = 0;  // the last call whose plan has this rank's routes to physical experts, of
                         // those that plan replicas beside their dispatch
+  GateState gate;
+  uint32_t has_gates = 0;
 };
 
 // What every kernel knows of its rank; passed by value.

@@ -233,6 +233,7 @@ void prepare_coded_combine();
 void prepare_copied_combine();
 void prepare_refusal();
 void prepare_waits();
+void prepare_gate();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
 void launch_routed_dispatch(const RoutedDispatchLaunch& call, CallPart part, cudaStream_t stream);
 // The rows of such a call, once more, before the next call.
@@ -260,5 +261,17 @@ void launch_combine_sum(const CombineLaunch& call, cudaStream_t stream);
 void launch_refusal(const RankView& me, Op op, cudaStream_t stream);
 
 void launch_add_waits(const WaitSums& call, cudaStream_t stream);
+
+// The gate behind calls (GateState).
+struct GateLaunch {
+  RankView me;
+  uint64_t number = 0;       // ascending
+  uint64_t* done = nullptr;  // in pinned host memory: the number of the last gate that has ended
+  bool is_repeated = false;  // behind calls made again, while the gate of the first time holds
+};
+void launch_gate(const GateLaunch& call, cudaStream_t stream);
+// A plan of before ranks were lost becomes one of now: its routes to them have no row, and they
+// have no tokens in it. Its rows stay where they are.
+void launch_forget_lost(const RankView& me, const PlanView& plan, cudaStream_t stream);
 
 }  // namespace weft

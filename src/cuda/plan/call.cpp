@@ -201,10 +201,16 @@ Plan CudaExchange::make_plan_of(
     if (waits) {
       ask_shape(launch);
     }
+    is_plan_alone_ = true;
     if (options.balance.replicas > 0) {
       queue_balance(options.balance, launch, stream);
     }
-    launch_plan(launch, stream);
+    if (waits || options.balance.replicas > 0) {
+      launch_plan(launch, stream);
+      keep_none();
+    } else {
+      launch_and_keep(launch_plan, launch, stream);
+    }
     set_launched(stream);
     ++counters_.num_plans;
     if (waits) {
@@ -266,8 +272,12 @@ PeerAddress CudaExchange::take_plan(PlanData& data, cudaStream_t stream) {
   data.exchange_id = id_;
   const int gpu = settings_.device.index;
   const PlanMap map = plan_map(data.shape.options.balance.replicas);
-  data.device = std::make_shared<CudaPlan>(CudaPlan::Made{
+  const auto plan = std::make_shared<CudaPlan>(CudaPlan::Made{
       block, own_, view_, map, gpu, id_, data.shape, ++num_plans_});
+  data.device = plan;
+  if (repeats_) {
+    repeats_->keep_plan(plan, plan->view());
+  }
   return block->address;
 }
 
@@ -291,6 +301,10 @@ void CudaExchange::hear_shape(PlanData& data, const PlanMap& map, cudaStream_t s
 // The kernel's own waits are bounded, so the stream comes to an end in any case.
 void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream) {
   const LossWatch::Wait wait(losses_.get());
+  is_waiting_for_shape_ = true;
+  const std::unique_ptr<bool, void (*)(bool*)> until_end(
+      &is_waiting_for_shape_, [](bool* is_waiting) { *is_waiting = false; }
+  );
   const auto start = Clock::now();
   auto look = start + std::chrono::milliseconds(5);
   while (*seen == 0) {

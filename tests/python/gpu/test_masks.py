@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doors with masks on GPUs: a rank is killed, and the calls of the others return, with nothing for
-a while and then what those that are left make of them, at the same calls on all. Ranks share the
-GPUs that there are."""
+"""Doors with masks on GPUs: a rank is killed, and the calls of the others return, with what those
+that are left make of them; calls with hooks and replays, and those between domains, with nothing
+for a while before. Ranks share the GPUs that there are."""
 
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -212,6 +214,141 @@ def test_calls_return_when_a_rank_is_killed(ranks, door, dying, tmp_path):
 def test_calls_between_domains_return_when_a_rank_is_killed(ranks, door, tmp_path):
     dying = (VICTIM, SECOND)
     ranks(eager, RANKS, door, str(tmp_path), dying, 2, dying=dying, seconds=LIMIT)
+
+
+def told_at_once(rank, num_ranks, group, door, folder, kill_after):
+    """Who looks right after a call finds what the call has found. kill_after: milliseconds from
+    the first round on; None: before a round."""
+    layer = DOORS[door](rank, group, folder)
+    everybody, rest = layer.expected(list(range(RANKS))), layer.expected(REST)
+    layer.round()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    if rank == VICTIM and kill_after is not None:
+        threading.Timer(kill_after / 1000, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    found = []
+    for number in range(ROUNDS):
+        if rank == VICTIM and kill_after is None and number == DEATH:
+            die()
+        made = layer.round()
+        torch.cuda.synchronize()
+        kinds = [everybody, rest, (everybody[0], rest[1])]
+        found.append(([is_right(made, kind) for kind in kinds], layer.masked()))
+    if rank == VICTIM:
+        time.sleep(LIMIT)
+    told = next((i for i, (_, masked) in enumerate(found) if masked), ROUNDS)
+    assert all(one == ([True, False, False], []) for one in found[:told])
+    assert all(one == ([False, True, False], [VICTIM]) for one in found[told + 1 :])
+    # It may have died behind the dispatch of that round, or behind the round.
+    assert told == ROUNDS or sum(found[told][0]) == 1
+    if kill_after is None:
+        assert told in (DEATH - 1, DEATH) and found[DEATH] == ([False, True, False], [VICTIM])
+
+
+@pytest.mark.parametrize("kill_after", [None, 20, 43, 71, 96])
+@pytest.mark.parametrize("door", range(len(DOORS)), ids=NAMES)
+def test_a_look_after_a_call_finds_who_died_in_it(ranks, door, kill_after, tmp_path):
+    ranks(told_at_once, RANKS, door, str(tmp_path), kill_after, dying=(VICTIM,), seconds=LIMIT)
+
+
+def queued(rank, _num_ranks, group, door, folder):
+    """Rounds that were queued behind the one in which a rank dies are those of the rest."""
+    layer = DOORS[door](rank, group, folder)
+    everybody, rest = layer.expected(list(range(RANKS))), layer.expected(REST)
+    made = [layer.round() for _ in range(DEATH)]
+    torch.cuda.synchronize()
+    if rank == VICTIM:
+        die()
+    made += [layer.round() for _ in range(ROUNDS)]
+    torch.cuda.synchronize()
+    assert all(is_right(one, everybody) for one in made[:DEATH])
+    assert all(is_right(one, rest) for one in made[DEATH:])
+    assert layer.masked() == [VICTIM]
+
+
+@pytest.mark.parametrize("door", range(len(DOORS)), ids=NAMES)
+def test_what_is_queued_behind_a_death_is_right(ranks, door, tmp_path):
+    ranks(queued, RANKS, door, str(tmp_path), dying=(VICTIM,), seconds=LIMIT)
+
+
+def old_handles(rank, _num_ranks, group):
+    """A combine by a dispatch from before the death brings what the rest has of it."""
+    layer = LowLatency(rank, group, None)
+    rest = layer.expected(REST)
+    rows, _, handle, _, _ = layer.dispatch(layer.x, layer.idx, TOKENS, LOCAL * RANKS, use_fp8=False)
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    if rank == VICTIM:
+        die()
+    for _ in range(3):
+        out = layer.combine(rows, layer.idx, layer.ones, handle)[0]
+        torch.cuda.synchronize()
+        assert layer.masked() == [VICTIM]
+        assert torch.equal(out, rest[1])
+    assert is_right(layer.round(), rest)
+
+
+def test_handles_from_before_a_death_hold(ranks):
+    ranks(old_handles, RANKS, dying=(VICTIM,), seconds=LIMIT)
+
+
+def late(rank, _num_ranks, group, is_cleaned):
+    """A rank that lives and does not come to a call within the deadline. Ranks that share a GPU
+    wait longer than it: each looks at the clock in turn."""
+    os.environ["WEFT_CALL_TIMEOUT_S"] = "2"
+    try:
+        layer = LowLatency(rank, group, None)
+        everybody, rest = layer.expected(list(range(RANKS))), layer.expected(REST)
+        assert is_right(layer.round(), everybody)
+        torch.cuda.synchronize()
+        if rank == VICTIM:
+            dist.barrier(group)
+            with pytest.raises(weft.PeerError, match="was given up"):
+                layer.round()
+                torch.cuda.synchronize()
+                layer.round()
+        else:
+            if is_cleaned:
+                layer.buffer.clean_low_latency_buffer(TOKENS, HIDDEN, LOCAL * RANKS)
+            else:
+                assert is_right(layer.round(), rest)
+            assert layer.masked() == [VICTIM]
+            for _ in range(3):
+                assert is_right(layer.round(), rest)
+            dist.barrier(group)
+    finally:
+        del os.environ["WEFT_CALL_TIMEOUT_S"]
+    dist.barrier(group)
+
+
+@pytest.mark.parametrize("is_cleaned", [False, True], ids=["call", "clean"])
+def test_a_rank_that_does_not_come_is_masked(ranks, is_cleaned):
+    ranks(late, RANKS, is_cleaned, seconds=LIMIT)
+
+
+def counted(rank, _num_ranks, group):
+    """Statistics count a call that is made again once."""
+    layer = LowLatency(rank, group, None)
+    everybody, rest = layer.expected(list(range(RANKS))), layer.expected(REST)
+    stats = torch.zeros(LOCAL, dtype=torch.int32, device=layer.device)
+    for number in range(2 * DEATH):
+        if rank == VICTIM and number == DEATH:
+            die()
+        layer.dispatch(
+            layer.x,
+            layer.idx,
+            TOKENS,
+            LOCAL * RANKS,
+            use_fp8=False,
+            cumulative_local_expert_recv_stats=stats,
+        )
+        torch.cuda.synchronize()
+    wanted = [DEATH * (one + other) for one, other in zip(everybody[0], rest[0])]
+    assert stats.tolist() == wanted
+
+
+def test_statistics_count_a_call_once(ranks):
+    ranks(counted, RANKS, dying=(VICTIM,), seconds=LIMIT)
 
 
 def replayed(rank, _num_ranks, group, door, folder):

@@ -143,9 +143,22 @@ class Life:
                 stream = self.rng.choice(self.streams)
                 stream.wait_stream(torch.cuda.current_stream())
                 stack.enter_context(torch.cuda.stream(stream))
-            STEPS[name].make(self)
+            try:
+                STEPS[name].make(self)
+            except Wrong as wrong:
+                raise Wrong(f"{wrong}{self.faults()}") from wrong
         if self.device.type == "cuda":
             torch.cuda.current_stream().wait_stream(stream)
+
+    def faults(self) -> str:
+        """Calls of the last step may have come to nothing, of which a GPU has told nobody yet."""
+        found = ""
+        for held in self.exchanges:
+            try:
+                held.exchange.check()
+            except weft.Error as error:
+                found += f"; its exchange says: {error}"
+        return found
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
@@ -237,8 +250,9 @@ class Life:
         self, culprit: int, call: Callable[[bool], Any], reason="", by=None, is_told_next=False
     ) -> None:
         """call(is_wrong) of all ranks, wrong on one: all hear of it, the others which it was. by:
-        the plan of the call, if any; on a GPU it is asked what has come of the call. is_told_next:
-        there the rank hears of its mistake by its next call, and the others that this is refused.
+        the plan or the exchange of a call that does not wait; on a GPU it is asked what has come of
+        the call. is_told_next: there the rank hears of its mistake by its next call, and the others
+        that this is refused.
         """
         try:
             call(self.rank == culprit)
@@ -247,7 +261,7 @@ class Life:
                 if is_told_next:
                     call(False)
                     torch.cuda.synchronize()
-                by.calls.check()
+                (by if isinstance(by, weft.Exchange) else by.calls).check()
         except weft.InvalidArgument as error:
             text = str(error)
             if self.rank != culprit and f"rank {culprit}" not in text or reason not in text:

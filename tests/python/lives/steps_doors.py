@@ -226,17 +226,20 @@ def combine_by_other_ids(life: Life) -> None:
     kept, culprit = life.found("low_latency"), life.rng.choice(life.members)
     if kept is None or kept.batch.num_experts < 2 or not kept.batch.tokens[culprit]:
         return
-    idx = kept.how["idx"]
-    other = torch.where(idx >= 0, (idx + 1) % kept.batch.num_experts, -1)
-    if torch.equal(other.sort(1).values, idx.sort(1).values) and life.rank == culprit:
-        other = idx.new_zeros(len(idx) + 1, idx.size(1))
+
+    def shifted(ids: torch.Tensor) -> torch.Tensor:
+        return torch.where(ids >= 0, (ids + 1) % kept.batch.num_experts, -1)
+
+    idx, ids = kept.how["idx"], kept.batch.of(culprit, kept.batch.idx)
+    is_same = torch.equal(shifted(ids).sort(1).values, ids.sort(1).values)  # in another order
+    other = idx.new_zeros(len(idx) + 1, idx.size(1)) if is_same else shifted(idx)
     rows = torch.zeros(kept.handle.shape, dtype=torch.bfloat16, device=life.device)
     weights = torch.ones(idx.shape, device=life.device)
 
     def call(is_wrong: bool) -> None:
         kept.holder.low_latency_combine(rows, other if is_wrong else idx, weights, kept.handle)
 
-    life.refused(culprit, call, by=kept.handle.plan, is_told_next=True)
+    life.refused(culprit, call, by=kept.handle.plan, is_told_next=not is_same)
 
 
 @step(1, lives="steady")

@@ -373,7 +373,7 @@ def wrong_one_call(life: Life, held: Held, culprit: int) -> None:
     def call(is_wrong: bool) -> None:
         weft.plan_and_dispatch(held.exchange, *(wrong if is_wrong else (idx, x, weights)))
 
-    life.refused(culprit, call)
+    life.refused(culprit, call, by=held.exchange)
 
 
 @step(3)
@@ -465,6 +465,9 @@ def out_with_gaps(life: Life) -> None:
     place = torch.full((len(x), 2 * x.size(1)), 7.0, dtype=x.dtype, device=life.device)
     try:
         kept.holder.exchange.combine(kept.handle, y, out=place[:, ::2])
+        if y.is_cuda:
+            torch.cuda.synchronize()
+            kept.handle.calls.check()
     except weft.InvalidArgument:
         return
     order = kept.how.get("order", "rank")

@@ -39,12 +39,12 @@ _WANTS = {"layout": "expert_strided", "expert_stride": 1}
 class LowLatencyMode:
     """The part of `Buffer` whose number of rows is fixed. It needs low_latency_mode=True.
 
-    With enable_shrink on GPUs calls during which a rank is lost return on all others, and some
-    after them: with counts of 0 and sums of 0, or what is left of a call that was cut short. Then,
-    from the same call on all of them, calls are those of the ranks that are left (steps.py), also
-    in graphs that were captured before. A query of the mask hears of losses, too, for which it
-    waits for the other ranks' next calls or queries; between replays of graphs it waits for the
-    current stream.
+    With enable_shrink calls during which a rank is lost return on all others with what those make
+    of them, and a query of the mask afterwards finds that rank. On GPUs it waits for the current
+    stream. There, a call with a hook, a replayed graph, and a call between domains are not made
+    again: they return with counts of 0 and sums of 0, or what is left of a call that was cut short,
+    and so do some after them. Then, from the same call on all ranks, calls are those of the ranks
+    that are left (steps.py), also in graphs that were captured before.
     """
 
     rank: int
@@ -136,9 +136,10 @@ class LowLatencyMode:
             with stream.call(device, tensors, async_finish=is_async) as work:
                 self._hooks.receive()
                 routes = self._mask.routes(topk_idx, num_experts, local)
-                # A CPU's call may lose ranks after it has counted.
+                # A CPU's call may lose ranks after it has counted, and a GPU's is made again.
                 is_open = self.enable_shrink and not x.is_cuda
-                counted = None if self._mask.has_any or is_open else stats
+                is_made_again = self.enable_shrink and x.is_cuda and not is_later
+                counted = None if self._mask.has_any or is_open or is_made_again else stats
                 given = (routes, x, topk_weights, counted, global_scale, is_later)
                 with _NOTHING if waits is None else exchange.waits_added(waits):
                     plan, blocks = steps.dispatch(
@@ -176,6 +177,8 @@ class LowLatencyMode:
         told = _core.num_told()
         try:
             if not tensors[2] is tensors[4] is None:
+                return None
+            if self.enable_shrink and tensors[3] is not None:
                 return None
             runtime = self._runtime()
             pool, stream, work = runtime.exchanges, runtime.stream, None
@@ -418,10 +421,21 @@ class LowLatencyMode:
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
         """A call leaves nothing behind that the next one must not see; hooks that were not called
-        are forgotten."""
+        are forgotten. With enable_shrink it is collective once such calls were made, and masks
+        ranks that do not come."""
         with Call("clean_low_latency_buffer"):
             self._low_latency()
         self._hooks = LastHooks()
+        exchange = self._pool.planned.get(True)
+        if self.enable_shrink and exchange is not None:
+            device, stride = exchange.device, {"layout": "expert_strided", "expert_stride": 1}
+            nothing = torch.empty(0, exchange.hidden, dtype=torch.bfloat16, device=device)
+            nowhere = torch.empty(0, 1, dtype=torch.int64, device=device)
+            Steps.of(exchange).dispatch(
+                lambda is_skipped: exchange.plan_and_dispatch(
+                    nowhere, nothing, is_skipped=is_skipped, **stride
+                )
+            )
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Local, of all ranks. Masks a rank, or takes it in again. Needs enable_shrink=True.

@@ -230,7 +230,7 @@ class ExchangePool:
             if here is not None:
                 here(report, is_on_gpu)
 
-        return {"on_peer_loss": "shrink", "on_loss": hear}
+        return {"on_peer_loss": "repeat", "on_loss": hear}
 
     def _hear(self, report: CallReport, is_on_gpu: bool) -> None:
         self.lost = tuple(sorted({*self.lost, *report.lost}))

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How ranks on GPUs get in step again after a loss, where callers make no call again.
 
-An exchange on GPUs raises `RanksLost` on all ranks that are left, which may have come to different
-calls by then, and goes on from one number on all of them. Callers of masks expect calls that return
-instead: those during which a rank is lost, with nothing, and then those among the rest. So a rank
-that was behind the furthest leaves out as many of its next calls as it was behind
-(`CallReport.calls_behind`), and no rank calls by a plan of before. What is left out returns what a
-call returns to which no row has come.
+On one host calls are mostly made again where they lie in their streams (`on_peer_loss="repeat"` of
+`Exchange`), and there is nothing to do here. Where that cannot be, an exchange raises `RanksLost`
+on all ranks that are left, which may have come to different calls by then, and goes on from one
+number on all of them. Callers of masks expect calls that return instead: those during which a rank
+is lost, with nothing, and then those among the rest. So a rank that was behind the furthest leaves
+out as many of its next calls as it was behind (`CallReport.calls_behind`), and no rank calls by a
+plan of before. What is left out returns what a call returns to which no row has come.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Steps:
 
     def hear(self, report: CallReport) -> None:
         """Ranks are lost, and all that are left know it."""
+        if report.is_repeated:
+            return
         if report.calls_behind > 0:
             self._left.append((self.era, report.calls_behind))
         self.era += 1
@@ -102,7 +105,9 @@ class Steps:
         """Local, of all ranks that are left, between the same two calls or replays or at others:
         hears of losses if there are any, for which it waits for these ranks. Calls that were sent
         are received."""
-        if self.are_replayed:  # what is queued yet would count as a call of those that are left
+        # Losses of what is queued are heard, too; and a replay that is would count as a call of
+        # those that are left.
+        if self.are_replayed or not exchange.is_between_gpu_domains:
             torch.cuda.current_stream(exchange.device).synchronize()
         while True:
             try:

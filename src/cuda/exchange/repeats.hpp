@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls on a GPU that can be made again while their caller waits for its stream
+// (PeerLoss::kRepeat): what their launches were, and the lock that keeps the thread that calls and
+// the one that watches for losses (loss_watch.hpp) apart. losses.cpp makes them again.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cuda/layout/launch.hpp"
+#include "cuda/memory/owners.hpp"
+#include "plan/plan_data.hpp"
+
+namespace weft {
+
+class CallRepeats {
+ public:
+  using Launch = std::function<void(cudaStream_t)>;
+  // Gates, with what the caller launches between; about a thousand launches fill a queue. A guess.
+  static constexpr uint64_t kMostAhead = 8;
+
+  explicit CallRepeats(const Context& context);
+
+  // Held by a call from its beginning until it is queued. The same thread may take it again.
+  class Lock {
+   public:
+    explicit Lock(CallRepeats* of) : of_(of) {
+      if (of_ != nullptr) {
+        of_->lock();
+      }
+    }
+    ~Lock() {
+      if (of_ != nullptr) {
+        of_->unlock();
+      }
+    }
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
+
+   private:
+    CallRepeats* of_;
+  };
+  [[nodiscard]] bool try_lock();
+  void lock();
+  void unlock();
+  // Runs `wait` without what this thread has locked: it may need calls to be made again.
+  template <class Wait>
+  void unlocked(const Wait& wait) {
+    const int depth = depth_;
+    for (int i = 0; i < depth; ++i) {
+      unlock();
+    }
+    wait();
+    for (int i = 0; i < depth; ++i) {
+      lock();
+    }
+  }
+
+  // --- with the lock ---
+  // A launch of the calls before the next gate, and the plan that it follows, if any; empty: one
+  // that cannot be made again.
+  void keep(Launch launch, const PlanView& plan = {});
+  // What was kept since the last gate is captured, or void.
+  void drop() { open_ = {}; }
+  // So many calls since the last gate are queued, and a gate comes behind them. -> its number.
+  uint64_t close(int num_calls);
+  // The calls before a gate that holds, null if there is no such gate.
+  struct Group {
+    uint64_t number = 0;
+    int num_calls = 0;
+    bool is_possible = true;
+    std::vector<Launch> launches;
+    std::vector<PlanView> plans;  // that they follow: their holders may have let go of them
+  };
+  [[nodiscard]] const Group* find(uint64_t number) const;
+  // Calls by it may come after a loss.
+  void keep_plan(const std::shared_ptr<const DevicePlan>& plan, const PlanView& view);
+  // Plans that are alive or followed by what is queued go on without lost ranks, in stream().
+  void forget_lost(const RankView& me) const;
+
+  // The thread that calls: whether it is so many gates ahead of its GPU that it has to wait. The
+  // driver takes no work of any thread while it has no room for what one has launched, so that
+  // nobody could make calls again.
+  [[nodiscard]] bool is_far_ahead() const {
+    return num_gates_ - *static_cast<volatile uint64_t*>(done_.get()) >= kMostAhead;
+  }
+  [[nodiscard]] uint64_t* done() const { return done_.get(); }
+  // Of repetitions, and of all that the host does while a gate holds another stream.
+  [[nodiscard]] cudaStream_t stream() const { return stream_.get(); }
+
+  std::atomic<bool> is_unheard = false;  // calls were made again since the caller was last told
+
+ private:
+  std::recursive_mutex mutex_;
+  int depth_ = 0;  // how often the thread that has locked it has
+  // Of higher priority than callers' streams, with which it must not share a hardware queue: the
+  // work behind a gate that holds would keep back what ends that.
+  std::unique_ptr<CUstream_st, CudaDeleter<cudaStreamDestroy>> stream_;
+  PinnedBuffer<uint64_t> done_;
+  Group open_;
+  std::deque<Group> closed_;  // whose gates have not ended when last looked
+  uint64_t num_gates_ = 0;
+  struct KnownPlan {
+    std::weak_ptr<const DevicePlan> alive;
+    PlanView view;
+  };
+  std::vector<KnownPlan> plans_;
+  size_t sweep_at_ = 64;  // so many plans
+};
+
+}  // namespace weft
