@@ -96,7 +96,7 @@ void CudaExchange::close_calls(cudaStream_t stream) {
     return;
   }
   if (is_capturing(stream, context_)) {
-    repeats_->drop();
+    num_queued_ == 0 ? repeats_->drop() : keep_none();  // beside a plan that waits for its gate
     return;
   }
   ++num_queued_;
