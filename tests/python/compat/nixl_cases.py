@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from buffer_cases import Case, gather
 
+from weft.compat.deep_ep.store import StoreRanks
 from weft.compat.nixl_ep import Buffer
-from weft.compat.nixl_ep.store import StoreRanks
 
 NUM_MAX, HIDDEN = 16, 128
 TOKENS = (9, 0, 5)

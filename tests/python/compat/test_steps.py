@@ -119,8 +119,10 @@ def test_ranks_make_the_same_calls_again_after_losses(seed):
 class Told:
     """An exchange that has lost a rank, and says so once."""
 
-    def __init__(self, behind):
-        self.news = [CallReport(1, [], [], [], 0, behind)]
+    is_between_gpu_domains = True  # nobody waits for its GPU then
+
+    def __init__(self, behind, is_repeated=False):
+        self.news = [CallReport(1, [], [], [], 0, behind, is_repeated)]
 
     def check(self):
         if self.news:
@@ -135,6 +137,13 @@ def test_queries_hear_of_losses():
     assert (steps.era, steps.behind) == (1, 5)
     steps.look(exchange)
     assert (steps.era, steps.behind) == (1, 5)
+
+
+def test_calls_that_were_made_again_leave_plans_as_they_are():
+    exchange = Told(0, is_repeated=True)
+    steps = Steps.of(exchange)
+    steps.look(exchange)
+    assert (steps.era, steps.behind) == (0, 0)
 
 
 class Pretended:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+import secrets
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from weft import Group
 from weft.compat import environment
-from weft.errors import BadCall
+from weft.errors import BadCall, PeerError
 from weft.streams import CommStream
 
 from . import config as configs
@@ -53,6 +55,7 @@ from .runtime import (
     Runtime,
     timeout_of,
 )
+from .store import StoreRanks, comers
 from .utils.event import EventHandle, EventOverlap, event_of
 
 _ALIGNMENT = 128  # bytes
@@ -127,7 +130,11 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         self._mask = RankMask(self.group_size)
         goes_on = enable_shrink and self._LOSES_RANKS
         on_loss = self._mask.lose if goes_on else None
-        self.runtime: Runtime | None = Runtime(ranks, self._timeout(), on_loss)
+        meet = None
+        if goes_on and low_latency_mode and hasattr(group, "get_group_store"):
+            name = f"weft/first_call/{ranks.gather_numbers(secrets.randbits(62))[0][0]}"
+            meet = functools.partial(_meet, ranks, group.get_group_store(), name, self._mask)
+        self.runtime: Runtime | None = Runtime(ranks, self._timeout(), on_loss, meet)
         self._hooks = LastHooks()
 
     def destroy(self) -> None:
@@ -468,6 +475,20 @@ class Buffer(CallsAtOnce, LowLatencyMode):
     def _timeout(self) -> float:
         """Seconds of every wait."""
         return timeout_of()
+
+
+def _meet(
+    ranks: Group, store: dist.Store, name: str, mask: RankMask, seconds: float
+) -> Group | None:
+    """As for `ExchangePool`, by a store of these ranks; who does not come is masked."""
+    came = comers(store, name, ranks.rank, ranks.num_ranks, seconds)
+    if len(came) == ranks.num_ranks:
+        return None
+    if ranks.rank not in came:
+        text = f"rank {ranks.rank} was given up by ranks {list(came)}, which have waited for it"
+        raise PeerError(f"{text} {seconds:g} s at the first call", "peer failed", ranks.rank)
+    mask.come(came)
+    return MpiGroup(StoreRanks(store, ranks.rank, came, "call"), came)
 
 
 class _Routing(NamedTuple):

@@ -257,6 +257,7 @@ class LowLatencyHandle(PlanHandle):
     order: Tensor | None = None  # int64 [El, R * num_max] where each row was before `keep`
     combine_rows: Tensor | None = None  # for zero_copy
     hook: Hook | None = None  # of the dispatch, if it has one
+    ranks: tuple[int, ...] | None = None  # of the call, in its order, where R counts others, too
 
     def __init__(self, plan: Plan, sources: Tensor, num_max: int, topk_idx: Tensor) -> None:
         """sources int32 [El, R * num_max, 2]: rank and token, of plan.rows_per_expert rows.
@@ -329,4 +330,9 @@ class LowLatencyHandle(PlanHandle):
         ranks = self.source_rank
         counts = ranks.new_zeros((ranks.size(0), num_ranks + 1))
         counts = counts.scatter_add_(1, ranks, torch.ones_like(ranks))[:, :num_ranks]
-        return (counts.cumsum(1) - counts) << 32 | counts
+        found = (counts.cumsum(1) - counts) << 32 | counts
+        if self.ranks is None:
+            return found
+        of_all = found.new_zeros((found.size(0), self.stride // self.num_max))
+        of_all[:, list(self.ranks)] = found
+        return of_all

@@ -123,6 +123,7 @@ class LowLatencyMode:
             block_ranks = self._block_ranks(num_experts)
             sizes = (num_max, num_experts, block_ranks)
             hidden, topk, options = _core.check_block_dispatch(tensors, *sizes, formats)
+            call.meet(device=x.device)
             local, waits = num_experts // block_ranks, self._mask.waits(waits)
             wants["expert_stride"] = block_ranks * num_max
             device = x.device
@@ -146,6 +147,7 @@ class LowLatencyMode:
                         functools.partial(dispatch_blocks, exchange, options, *given)
                     )
                 handle = self._HANDLE(plan, blocks.sources, num_max, topk_idx)
+                handle.ranks, handle.num_experts = self._mask.ranks, num_experts
                 is_open = is_open and self._pool.lost != lost  # since the plan, perhaps
                 if self._mask.has_any or is_open:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
@@ -155,7 +157,8 @@ class LowLatencyMode:
                 parts = blocks.parts()
                 between = ()
                 if topk_weights is not None:
-                    between = (blocks.weights, handle.source_rank.to(torch.int32))
+                    rank_info = self._mask.numbers(handle.source_rank).to(torch.int32)
+                    between = (blocks.weights, rank_info)
                 if is_async:
                     work.returns(*blocks, *between)
         receive = _receive_of(plan, waits, stream) if is_later else None
@@ -452,10 +455,14 @@ class LowLatencyMode:
             check(is_rank, f"rank_to_mask = {rank_to_mask} (expected 0 to {most})")
             is_other = rank_to_mask != self.rank
             self._look()
-            if mask and is_other and self._pool.mask([rank_to_mask]):
-                self._mask.lose([rank_to_mask])
-            else:
+            if not (mask and is_other and self._mask.is_in_calls(rank_to_mask)):
                 self._mask.set(rank_to_mask, mask)
+                return
+            place = self._mask.place_of(rank_to_mask)
+            if self._pool.mask([place]):
+                self._mask.lose([place])
+            else:
+                self._mask.set(rank_to_mask, True)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Local. Fills mask_status int32 [R] with 1 for masked ranks, lost ones included, else 0.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.errors import Unsupported
 
+from .checks import NotInWeft
 from .layout import routes_of
 
 
@@ -22,18 +23,42 @@ class RankMask:
     """
 
     renumbers = False  # whether a call has other numbers for experts than its caller
+    ranks: tuple[int, ...] | None = None  # those of calls, in their order; None: all
 
     def __init__(self, num_ranks: int) -> None:
         self.is_masked = torch.zeros(num_ranks + 1, dtype=torch.bool, device="cpu")
         self.is_masked[-1] = True  # no rank
         self.has_any = False  # any rank is masked and not lost
         self._lost: set[int] = set()
+        self._call: tuple[frozenset[int], CallRanks] | None = None  # the last of `ranks`, by masks
 
-    def lose(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
+    def come(self, ranks: tuple[int, ...]) -> None:
+        """Calls are of these alone, from the first one on; the others are lost."""
+        absent = set(range(len(self.is_masked) - 1)).difference(ranks)
+        self.lose(absent)
+        self.ranks, self.renumbers = ranks, True
+
+    def lose(self, places: Iterable[int]) -> None:
+        """By their numbers in calls."""
+        for place in places:
+            rank = place if self.ranks is None else self.ranks[place]
             self._lost.add(rank)
             self.is_masked[rank] = True
         self._count()
+
+    def place_of(self, rank: int) -> int:
+        """Its number in calls, of which it is one."""
+        return rank if self.ranks is None else self.ranks.index(rank)
+
+    def is_in_calls(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+    def numbers(self, places: Tensor) -> Tensor:
+        """int64 like places (any shape; as many as there are ranks: none), as the caller has them,
+        who has R for none."""
+        if self.ranks is None:
+            return places
+        return torch.tensor([*self.ranks, len(self.is_masked) - 1], device=places.device)[places]
 
     def set(self, rank: int, is_masked: bool) -> None:
         """Raises Unsupported for one that is lost and shall be taken in."""
@@ -50,12 +75,17 @@ class RankMask:
     def _count(self) -> None:
         self.has_any = int(self.is_masked.sum()) - 1 > len(self._lost)
 
-    def of(self, ranks: Tensor) -> Tensor:
-        """bool like ranks (any shape; R stands for none): where they are masked."""
-        return self.is_masked.to(ranks.device)[ranks]
+    def of(self, places: Tensor) -> Tensor:
+        """bool like places (any shape; as many as there are ranks: none): where they are masked."""
+        return self.is_masked.to(places.device)[self.numbers(places)]
 
     def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
-        """topk_idx [T, K] less those to masked ranks; -1 is none."""
+        """topk_idx [T, K] as the call numbers the experts, less those to masked ranks; -1: none."""
+        if self.ranks is not None:
+            masked = frozenset(self.is_masked[:-1].nonzero().flatten().tolist()) - self._lost
+            if self._call is None or self._call[0] != masked:
+                self._call = masked, CallRanks(self.ranks, masked, masked)
+            return self._call[1].routes(topk_idx, num_experts, num_local_experts)
         if not self.has_any:
             return topk_idx
         routes = routes_of(topk_idx, num_experts)
@@ -63,4 +93,55 @@ class RankMask:
 
     def waits(self, sums: Tensor | None) -> Tensor | None:
         """Of statistics of waits the part for the ranks of the call."""
-        return sums
+        return sums if self.ranks is None else CallRanks(self.ranks, _NONE, _NONE).waits(sums)
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+class CallRanks:
+    """The ranks of a low-latency call, numbered there in ascending order; to the call it is a mask
+    (`RankMask`), as an expert of any other rank is no choice."""
+
+    has_any = False  # nothing comes from other ranks
+
+    def __init__(
+        self, ranks: tuple[int, ...], without: frozenset[int], masked: frozenset[int] | set[int]
+    ) -> None:
+        """without: those of the ranks that are masked since, which a combine skips. masked: those
+        of the buffer, as they change."""
+        self.ranks = ranks
+        self._masked = masked
+        self._places = {rank: i for i, rank in enumerate(ranks) if rank not in without}
+        self.renumbers = self._places != {i: i for i in range(len(ranks))}
+        self._tables: dict[tuple, Tensor] = {}
+
+    def of(self, places: Tensor) -> Tensor:
+        """bool like places (any shape; as many as there are ranks: none): where they are masked."""
+        is_masked = [*(rank in self._masked for rank in self.ranks), True]
+        return torch.tensor(is_masked, device=places.device)[places]
+
+    def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
+        """topk_idx [T, K] as the call numbers the experts; what names none of theirs stays so."""
+        del num_experts
+        if not self.renumbers:
+            return topk_idx
+        key = (topk_idx.device, topk_idx.dtype, num_local_experts)
+        if key not in self._tables:
+            cpu = {"dtype": topk_idx.dtype, "device": "cpu"}
+            table = torch.full((self.ranks[-1] + 1, num_local_experts), -1, **cpu)
+            for rank, place in self._places.items():
+                first = place * num_local_experts
+                table[rank] = torch.arange(first, first + num_local_experts, **cpu)
+            ends = torch.full((1,), -1, **cpu)
+            self._tables[key] = torch.cat([ends, table.flatten(), ends]).to(topk_idx.device)
+        table = self._tables[key]
+        return table[(topk_idx + 1).clamp(0, len(table) - 1)]
+
+    def waits(self, sums: Tensor | None) -> Tensor | None:
+        """Of statistics of waits the part for these ranks."""
+        if sums is None or not isinstance(sums, Tensor):
+            return sums
+        if self.ranks != tuple(range(len(self.ranks))):
+            raise NotInWeft(f"statistics of waits of ranks {list(self.ranks)} (expected the first)")
+        return sums[: len(self.ranks)]

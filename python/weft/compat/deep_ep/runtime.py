@@ -64,8 +64,11 @@ class ExchangePool:
         group: Group,
         timeout: float | None = None,
         on_loss: Callable[[Iterable[int]], None] | None = None,
+        meet: Callable[[float], Group | None] | None = None,
     ) -> None:
-        """timeout: as for `timeout_of`. on_loss: exchanges go on without ranks that are lost, for
+        """timeout: as for `timeout_of`. meet: collective at the first low-latency call that goes
+        on without lost ranks, if no other was before: who comes to it in so many seconds is in the
+        group that it returns; None: all. on_loss: exchanges go on without ranks that are lost, for
         which this is called on all that are left: among CPUs at the end of the call that has lost
         them, among GPUs of one host, for calls `with_masks` only, as `Steps` explains."""
         self.group = group
@@ -75,6 +78,8 @@ class ExchangePool:
         self.lost: tuple[int, ...] = ()  # the same on all ranks that are left
         self.lost_on_gpus: tuple[int, ...] = ()  # of these
         self._on_loss = on_loss
+        self._meet = meet
+        self._is_part = False  # of the ranks
         self._timeout = timeout_of(timeout)
         self._exchanges: dict[_Kind, Exchange] = {}
         self._in_graphs: list[Exchange] = []  # replaced by larger ones
@@ -104,6 +109,12 @@ class ExchangePool:
         may return another number on each rank; it is asked at the first call only, and an
         exchange grows by itself later.
         """
+        if self._is_part and not with_masks:
+            raise Unsupported(
+                "normal calls need all ranks, and some did not come to the first low-latency call",
+                "unsupported",
+                self.group.rank,
+            )
         goes_on = self.can_lose(key[2], with_masks)
         kind = (*key, goes_on, self._is_apart(key[2], goes_on, with_masks))
         old = self._exchanges.get(kind)  # mostly one that is enough: that needs no lock
@@ -198,6 +209,17 @@ class ExchangePool:
                 return exchange
         return self.last
 
+    def meet(self, device: torch.device) -> None:
+        """Collective at the first low-latency call there; PeerError if the others did not wait for
+        this rank."""
+        meet = self._meet
+        if meet is None or not self.can_lose(device) or self._is_capturing((0, 0, device)):
+            return
+        self._meet = None
+        part = meet(self._timeout) if self.last is None else None
+        if part is not None:
+            self.group, self._is_part = part, True
+
     def can_lose(self, device: torch.device, with_masks: bool = True) -> bool:
         """Whether calls there go on without lost ranks."""
         return self._on_loss is not None and (with_masks or device.type == "cpu")
@@ -258,13 +280,21 @@ class ExchangePool:
         return bool(going_on)
 
     def refuse(
-        self, exchange: Exchange | None, verb: str, reason: str, plan: Plan | None, **options: Any
+        self,
+        exchange: Exchange | None,
+        verb: str,
+        reason: str,
+        plan: Plan | None,
+        device: torch.device | None = None,
+        **options: Any,
     ) -> None:
         """Collective, instead of the others' call on `exchange`; None: on the first that they make.
-        See `Exchange.refuse`."""
+        See `Exchange.refuse`. device: of a low-latency call."""
         if exchange is not None:
             exchange.refuse(verb, reason, plan, **options)
             return
+        if device is not None:
+            self.meet(device)
 
         def fail() -> None:
             raise InvalidArgument(reason)
@@ -300,7 +330,7 @@ class Call:
     the one that the buffer used last; `is_for` finds a likelier one where there are several.
     """
 
-    __slots__ = ("_begun", "_name", "_pool", "_verb", "exchange", "options", "plan")
+    __slots__ = ("_begun", "_device", "_name", "_pool", "_verb", "exchange", "options", "plan")
 
     def __init__(
         self,
@@ -314,6 +344,7 @@ class Call:
         a pool the call is local. since: `_core.num_told` when it began, if that was before."""
         self._name, self._pool = name, pool
         self._verb = None if pool is None else verb
+        self._device: torch.device | None = None  # of a low-latency call
         self._begun = _core.num_told() if since is None else since
         self.exchange: Exchange | None = None if pool is None else pool.last
         self.plan: Plan | None = None
@@ -323,6 +354,14 @@ class Call:
         """What the call was given, before it is checked; see `ExchangePool.likely`."""
         if self._pool is not None:
             self.exchange = self._pool.likely(x, num_experts, room, with_masks)
+            row = x[0] if isinstance(x, tuple) and x else x
+            self._device = row.device if with_masks and isinstance(row, Tensor) else None
+
+    def meet(self, device: torch.device) -> None:
+        """`ExchangePool.meet`; who comes too late has nobody to tell."""
+        verb, self._verb = self._verb, None
+        self._pool.meet(device)
+        self._verb, self._begun = verb, _core.num_told()
 
     def by(self, plan: Plan, then: str | None = None) -> Plan:
         """All ranks make the call by their plans; then: the call that comes next, if another."""
@@ -362,7 +401,8 @@ class Call:
             reason = f"{self._name}: {reason_of(problem)}"
             if self._verb is not None and _core.num_told() == self._begun:
                 try:
-                    self._pool.refuse(self.exchange, self._verb, reason, self.plan, **self.options)
+                    told = (self.exchange, self._verb, reason, self.plan, self._device)
+                    self._pool.refuse(*told, **self.options)
                 except Error as error:  # inside a capture: it says so
                     raise BadCall(str(error)) from problem
             if isinstance(problem, BadCall):
@@ -463,11 +503,12 @@ class Runtime:
         group: Group,
         timeout: float | None = None,
         on_loss: Callable[[Iterable[int]], None] | None = None,
+        meet: Callable[[float], Group | None] | None = None,
     ) -> None:
         """As for `ExchangePool`."""
         self.group = group
         self.hosts = Hosts(group.domains, group.rank)
-        self.exchanges = ExchangePool(group, timeout, on_loss)
+        self.exchanges = ExchangePool(group, timeout, on_loss, meet)
         self.stream = CommStream()
 
     def is_available(self) -> bool:

@@ -17,63 +17,15 @@ from weft.compat.deep_ep.checks import NotInWeft, check, check_least, check_tens
 from weft.compat.deep_ep.config import get_low_latency_rdma_size_hint
 from weft.compat.deep_ep.handles import Handle, LowLatencyHandle
 from weft.compat.deep_ep.hooks import Hook, LastHooks
+from weft.compat.deep_ep.masks import CallRanks
 from weft.compat.deep_ep.runtime import Call, ExchangePool, Runtime, timeout_of
+from weft.compat.deep_ep.store import Meeting
 from weft.errors import PeerError, RanksLost
 from weft.streams import CommStream
-
-from .store import Meeting
 
 _ROW_MULTIPLE = 4  # of the rows of a block
 _NOT_CONNECTED = -1  # in a mask
 _TIMEOUT_MS = 30000  # of every wait
-
-
-class CallRanks:
-    """The ranks of a low-latency call, numbered there in ascending order; to the call it is a mask
-    (`RankMask`), as an expert of any other rank is no choice."""
-
-    has_any = False  # nothing comes from other ranks
-
-    def __init__(
-        self, ranks: tuple[int, ...], without: frozenset[int], masked: frozenset[int] | set[int]
-    ) -> None:
-        """without: those of the ranks that are masked since, which a combine skips. masked: those
-        of the buffer, as they change."""
-        self.ranks = ranks
-        self._masked = masked
-        self._places = {rank: i for i, rank in enumerate(ranks) if rank not in without}
-        self.renumbers = self._places != {i: i for i in range(len(ranks))}
-        self._tables: dict[tuple, Tensor] = {}
-
-    def of(self, places: Tensor) -> Tensor:
-        """bool like places (any shape; as many as there are ranks: none): where they are masked."""
-        is_masked = [*(rank in self._masked for rank in self.ranks), True]
-        return torch.tensor(is_masked, device=places.device)[places]
-
-    def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
-        """topk_idx [T, K] as the call numbers the experts; what names none of theirs stays so."""
-        del num_experts
-        if not self.renumbers:
-            return topk_idx
-        key = (topk_idx.device, topk_idx.dtype, num_local_experts)
-        if key not in self._tables:
-            cpu = {"dtype": topk_idx.dtype, "device": "cpu"}
-            table = torch.full((self.ranks[-1] + 1, num_local_experts), -1, **cpu)
-            for rank, place in self._places.items():
-                first = place * num_local_experts
-                table[rank] = torch.arange(first, first + num_local_experts, **cpu)
-            ends = torch.full((1,), -1, **cpu)
-            self._tables[key] = torch.cat([ends, table.flatten(), ends]).to(topk_idx.device)
-        table = self._tables[key]
-        return table[(topk_idx + 1).clamp(0, len(table) - 1)]
-
-    def waits(self, sums: Tensor | None) -> Tensor | None:
-        """Of statistics of waits the part for these ranks."""
-        if sums is None or not isinstance(sums, Tensor):
-            return sums
-        if self.ranks != tuple(range(len(self.ranks))):
-            raise NotInWeft(f"statistics of waits of ranks {list(self.ranks)} (expected the first)")
-        return sums[: len(self.ranks)]
 
 
 class NixlHandle(LowLatencyHandle):
@@ -81,15 +33,6 @@ class NixlHandle(LowLatencyHandle):
 
     items = LowLatencyHandle.items[:4]
     runtime: Runtime  # of the ranks that made it
-    ranks: tuple[int, ...]  # these
-
-    @property
-    def layout_range(self) -> Tensor:
-        """int64 [El, R], with R as in the size of blocks."""
-        found = super().layout_range
-        of_all = found.new_zeros((found.size(0), self.stride // self.num_max))
-        of_all[:, list(self.ranks)] = found
-        return of_all
 
 
 class Buffer(DeepEPBuffer):

@@ -22,7 +22,7 @@ from nixl_cases import (
 )
 
 import weft
-from weft.compat.nixl_ep import store
+from weft.compat.deep_ep import store
 
 CAPACITY = 4
 

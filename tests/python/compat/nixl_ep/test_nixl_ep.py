@@ -25,7 +25,8 @@ from nixl_cases import (
 
 import weft
 from weft.compat import deep_ep, nixl_ep
-from weft.compat.nixl_ep import Buffer, store
+from weft.compat.deep_ep import store
+from weft.compat.nixl_ep import Buffer
 
 
 def round_trip(rank, num_ranks, group, way, folder):

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import weft
-from weft.compat.nixl_ep import store
+from weft.compat.deep_ep import store
 
 
 def test_a_rank_that_has_heard_of_a_refusal_is_in_no_meeting(monkeypatch):

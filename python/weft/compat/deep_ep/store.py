@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from weft import Group
-from weft.compat.deep_ep.checks import NotInWeft
-from weft.compat.deep_ep.runtime import MpiGroup
 from weft.errors import InvalidArgument, TimeoutError
+
+from .checks import NotInWeft
+from .runtime import MpiGroup
 
 _LIFE = secrets.token_hex(8)  # of this process: numbers of processes come again
 _PATIENCE = 300  # seconds for all ranks to come, as callers of this interface are used to
@@ -243,6 +244,26 @@ class Meeting:
         else:
             store = self.store
         return MpiGroup(StoreRanks(store, self._rank, ranks, "call"), ranks)
+
+
+def comers(
+    store: dist.Store, name: str, rank: int, num_ranks: int, patience: float
+) -> tuple[int, ...]:
+    """Collective among those that come to a meeting of this name within `patience` seconds: which
+    of the ranks these are, ascending and the same for all of them. For one that comes later, too;
+    it is none of them."""
+    keys = [f"{name}/{one}" for one in range(num_ranks)]
+    store.set(keys[rank], b"1")
+    deadline = time.monotonic() + patience
+    for pause in itertools.chain((0.001, 0.002, 0.005, 0.01, 0.02), itertools.repeat(0.05)):
+        if store.check([f"{name}/came"]):
+            break
+        if store.check(keys) or time.monotonic() >= deadline:
+            here = [one for one, key in enumerate(keys) if store.check([key])]
+            store.compare_set(f"{name}/came", "", json.dumps(here))  # the first one's counts
+            break
+        time.sleep(pause)
+    return tuple(json.loads(store.get(f"{name}/came")))
 
 
 def _refuse_unequal(what: str, rank: int, there: str, here: int, told: str) -> NoReturn:
