@@ -47,7 +47,7 @@ class StoreRanks:
         """ranks: those that meet, ascending."""
         self._store, self._rank, self._ranks = store, rank, ranks
         self._roster = f"weft/nixl_ep/{purpose}/{','.join(map(str, ranks))}"
-        self._prefix = ""  # of the words of this meeting
+        self.prefix = ""  # of the words of this meeting
         self._round = 0
 
     def Get_rank(self) -> int:
@@ -75,7 +75,7 @@ class StoreRanks:
     def _swap(self, what: str, block: bytes, patience: float | None = None) -> list[bytes]:
         patience = _PATIENCE if patience is None else patience
         deadline, blocks = time.monotonic() + patience, []
-        if not self._prefix:
+        if not self.prefix:
             self._meet(what, deadline, patience)
         self._round += 1
         self._store.set(self._key(self._round, self._rank), block)
@@ -94,7 +94,7 @@ class StoreRanks:
         return blocks
 
     def _key(self, number: int, rank: int) -> str:
-        return f"{self._prefix}/{number}/{rank}"
+        return f"{self.prefix}/{number}/{rank}"
 
     def _absent(self, what: str, missing: list[int], patience: float) -> Absent:
         absent = Absent(
@@ -152,7 +152,7 @@ class StoreRanks:
             entries = {rank: roster.get(str(rank), {}) for rank in self._ranks}
             missing = [rank for rank, one in entries.items() if one.get("knows") != meeting]
             if not missing:
-                self._prefix = f"{self._roster}/{meeting}"
+                self.prefix = f"{self._roster}/{meeting}"
                 return
             if time.monotonic() >= deadline:
                 raise self._absent(what, missing, patience)
@@ -191,6 +191,7 @@ class Meeting:
         """rank: this one's number, also in the group."""
         self._rank, self._group, self._comm = rank, group, comm
         self.store: dist.Store | None = None
+        self._last = ""  # name of the meeting that was agreed by a store
 
     def agreed(
         self, ranks: tuple[int, ...], what: str, check: Callable[[], None], equal: str
@@ -199,7 +200,9 @@ class Meeting:
         if self._group is None and self._comm is None:
             if self.store is None:
                 raise ValueError(f"{what}: neither group nor comm nor a store is given")
-            StoreRanks(self.store, self._rank, ranks, "connect").agreed(what, check, equal)
+            met = StoreRanks(self.store, self._rank, ranks, "connect")
+            met.agreed(what, check, equal)
+            self._last = met.prefix
             return
         met = self.of(ranks)
 
@@ -226,6 +229,26 @@ class Meeting:
         except Absent as error:
             return error.ranks
         return []
+
+    def comers(self, ranks: tuple[int, ...], patience: float) -> tuple[int, ...]:
+        """Collective among those of `ranks`, ascending, that come to their first call within
+        `patience` seconds: these, or all where they were not agreed by a store. Raises Absent if
+        one comes with other ranks."""
+        if not self._last or self.store is None:
+            return ranks
+        store, told = self.store, ",".join(map(str, ranks)).encode()
+        asks = {rank: f"{self._last}/asks/{rank}" for rank in ranks}  # for which it waits, if any
+        store.set(asks[self._rank], told)
+        name, place = f"{self._last}/first/{told.decode()}", ranks.index(self._rank)
+        came = tuple(ranks[one] for one in comers(store, name, place, len(ranks), patience))
+        for rank in sorted(set(ranks).difference(came)):
+            asked = store.get(asks[rank]) if store.check([asks[rank]]) else b""
+            if asked not in (b"", told):
+                text = f"rank {self._rank} calls with ranks {list(ranks)}, and rank {rank} with"
+                others = [int(one) for one in asked.split(b",")]
+                raise Absent(f"{text} ranks {others} (expected the same mask)", "timeout", rank)
+        store.set(asks[self._rank], b"")
+        return came
 
     def of(self, ranks: tuple[int, ...]) -> Group:
         """Collective among `ranks`, ascending: their group."""

@@ -40,9 +40,10 @@ class Buffer(DeepEPBuffer):
 
     The ranks of a low-latency call are those that are connected and not masked: they make the same
     calls in order, while all others make none or their own. So all of them must have the same mask
-    by then. The first call of such ranks is where they meet; who does not come, or comes with
-    another mask, makes the others raise `weft.TimeoutError` after 300 s. What they need stays until
-    one of them is disconnected.
+    by then. The first call of such ranks is where they meet. In low-latency mode who does not come
+    within timeout_ms is lost, where they were connected by a store, and who comes with another mask
+    makes the others raise `weft.TimeoutError`; elsewhere so does who does not come, after 300 s.
+    What they need stays until one of them is disconnected.
 
     In low-latency mode calls go on without ranks that die, leave or let the deadline pass: they
     are lost, which masks them on all others alike: with CPU tensors when the call returns, with
@@ -223,7 +224,8 @@ class Buffer(DeepEPBuffer):
         and is no more than the capacity; None: that. An expert of a rank that has no part in the
         call is no choice. dispatch_wait_recv_cost_stats has R numbers. The handle has four items.
         """
-        ranks, runtime = self._call_ranks(), self._runtime()
+        runtime = self._runtime()  # which may lose ranks
+        ranks = self._call_ranks()
         if num_experts is None:
             num_experts = self.group_size * self.num_experts_per_rank
         self._mask = self._mask_of(ranks)
@@ -407,6 +409,7 @@ class Buffer(DeepEPBuffer):
         ranks = self._call_ranks()
         old = self._runtimes.get(ranks)
         if old is None or len(self._left_out(ranks, old)) < len(old.exchanges.lost):
+            ranks = self._comers(ranks)
             lose = functools.partial(_lose, ranks, self._masked, self._lost)
             on_loss = lose if self.goes_on else None
             new = Runtime(self._meeting.of(ranks), self._timeout(), on_loss)
@@ -414,6 +417,19 @@ class Buffer(DeepEPBuffer):
             self._runtimes[ranks] = new
         self.runtime = self._runtimes[ranks]
         return self.runtime
+
+    def _comers(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Collective among those of `ranks` that come to their first call, which are returned. The
+        others are lost."""
+        came = self._meeting.comers(ranks, self._timeout()) if self.goes_on else ranks
+        is_late = self.rank not in came
+        absent = set(ranks).difference({self.rank} if is_late else came)
+        self._masked |= absent
+        self._lost |= absent
+        if is_late:
+            text = f"rank {self.rank} was given up by ranks {list(came)}, which have waited for it"
+            raise PeerError(f"{text} at the first call of {list(ranks)}", "peer failed", self.rank)
+        return came
 
     @contextlib.contextmanager
     def _by(self, ranks: tuple[int, ...], runtime: Runtime) -> Iterator[None]:

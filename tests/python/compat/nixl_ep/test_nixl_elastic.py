@@ -148,6 +148,56 @@ def test_ranks_that_ask_for_others(ranks, tmp_path):
     ranks(apart, 2, str(tmp_path))
 
 
+def not_there(rank, num_ranks, group, way, folder):
+    """Rank 1 does not come to the first call of all, and comes back."""
+    case = make_case(rank, num_ranks, group)
+    given = meeting(rank, num_ranks, group, way, folder)
+    buffer = connected(rank, num_ranks, given, timeout_ms=1500)
+    if rank == 1:
+        gather(group, None)
+        with pytest.raises(weft.PeerError, match=r"was given up by ranks \[0, 2\]"):
+            buffer.dispatch(case.x, case.idx, NUM_MAX, use_fp8=False)
+        assert status_of(buffer) == [1, 0, 1]
+    else:
+        exchange(case, buffer, [0, 2])
+        assert status_of(buffer) == [0, 1, 0] and buffer.lost_ranks() == {1}
+        exchange(case, buffer, [0, 2])
+        gather(group, None)
+    buffer.connect_ranks(list(range(num_ranks)))
+    exchange(case, buffer)
+    assert status_of(buffer) == [0, 0, 0]
+    gather(group, None)
+
+
+@pytest.mark.parametrize("way", ["file", "tcp"])
+def test_who_does_not_come_to_the_first_call_is_masked(ranks, way, tmp_path):
+    ranks(not_there, 3, way, str(tmp_path))
+
+
+def other_masks(rank, num_ranks, group, folder):
+    """Ranks that come to their first call with other masks are not masked for that."""
+    case = make_case(rank, num_ranks, group)
+    given = meeting(rank, num_ranks, group, "file", folder)
+    buffer = connected(rank, num_ranks, given, timeout_ms=1500)
+    if rank == 1:
+        buffer.update_mask_buffer(2, mask=True)
+        gather(group, None)
+        time.sleep(0.3)
+        with pytest.raises(weft.TimeoutError, match="expected the same mask"):
+            buffer.dispatch(case.x, case.idx, NUM_MAX, use_fp8=False)
+    else:
+        gather(group, None)
+        with pytest.raises(
+            weft.TimeoutError, match=r"rank 1 with ranks \[0, 1\] .expected the same"
+        ):
+            buffer.dispatch(case.x, case.idx, NUM_MAX, use_fp8=False)
+    gather(group, None)
+
+
+def test_other_masks_in_the_first_call_are_named(ranks, tmp_path):
+    ranks(other_masks, 3, str(tmp_path))
+
+
 def lost(rank, num_ranks, group, way, how, folder):
     """Rank 1 is lost by a dispatch or a combine of the others, who go on, and comes back."""
     case = make_case(rank, num_ranks, group)
