@@ -155,17 +155,16 @@ class Buffer(DeepEPBuffer):
             self._remote = list(dict.fromkeys([*(self._remote or ()), *new]))
 
     def disconnect_ranks(self, remote_ranks: Sequence[int]) -> None:
-        """Local, of all ranks that stay. remote_ranks: those that were connected last, in any
-        order. Waits for this rank's GPU and gives the memory of calls with them back."""
+        """Local, of all ranks that stay. remote_ranks: connected ones, in any order. Waits for this
+        rank's GPU and gives the memory of calls with them back."""
         with Call("disconnect_ranks"):
             self._check_alive()
             gone, remote = set(remote_ranks), self._remote or []
             check(
-                len(gone) <= len(remote) and gone == set(remote[len(remote) - len(gone) :]),
-                f"remote_ranks = {list(remote_ranks)} (expected the last of {remote}, which are "
-                "connected in this order)",
+                gone <= set(remote),
+                f"remote_ranks = {list(remote_ranks)} (expected some of {remote}, the connected)",
             )
-            self._remote = remote[: len(remote) - len(gone)]
+            self._remote = [rank for rank in remote if rank not in gone]
             self._masked -= gone
             self._lost -= gone
             if torch.cuda.is_initialized():

@@ -207,6 +207,9 @@ def itself(rank, num_ranks, group):
         out = buffer.dispatch_with_permute(num_dispatched_tokens=3, **given)
     with pytest.warns(DeprecationWarning, match="num_dispatched_tokens"):
         buffer.combine_with_unpermute(hidden=out[0], handle=out[4], num_dispatched_tokens=3)
+    given = {"hidden": out[0], "handle": out[4]}
+    sums = [buffer.combine_with_unpermute(**given, non_blocking=one)[0] for one in (False, True)]
+    assert torch.equal(*sums)
 
 
 def test_attributes_settings_and_deprecated_arguments(ranks):

@@ -255,7 +255,7 @@ def test_refused_on_this_rank():
         with pytest.raises(AssertionError, match=f"rank_to_mask {match}"):
             buffer.update_mask_buffer(wrong)
     buffer.update_mask_buffer(0, mask=True)  # it is left out already
-    with pytest.raises(AssertionError, match=r"remote_ranks = \[0\] .expected the last of \[\]"):
+    with pytest.raises(AssertionError, match=r"remote_ranks = \[0\] .expected some of \[\]"):
         buffer.disconnect_ranks([0])
     with pytest.raises(AssertionError, match=r"mask_status has shape \[3\]"):
         buffer.query_mask_buffer(torch.zeros(3, dtype=torch.int32))

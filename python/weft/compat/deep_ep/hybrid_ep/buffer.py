@@ -395,6 +395,7 @@ class HybridEPBuffer:
         pad_multiple: int | None = None,
         fuse_unpermute_combine: bool = False,
         num_dispatched_tokens: int | None = None,
+        non_blocking: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Collective. Rows as `dispatch_with_permute` returned them, summed into their tokens by
         its handle, which must be given.
@@ -405,7 +406,7 @@ class HybridEPBuffer:
         probabilities where the handle's routing has no route.
         """
         name = "combine_with_unpermute"
-        del fuse_unpermute_combine  # the same either way
+        del fuse_unpermute_combine, non_blocking  # the same either way: it waits for no GPU
         if num_dispatched_tokens is not None:
             warn_deprecated(name, "num_dispatched_tokens")
         made = self._combine_at_once(hidden, probs, handle, pad_multiple)
