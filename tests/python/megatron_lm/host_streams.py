@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 class Stream:
@@ -17,6 +18,9 @@ class Stream:
     def wait_event(self, event):
         pass
 
+    def record_event(self, event=None):
+        return event or Event()
+
 
 class Event:
     def __init__(self, **_):
@@ -27,6 +31,24 @@ class Event:
 
     def wait(self, stream=None):
         pass
+
+    def synchronize(self):
+        pass
+
+
+class HostTensors(TorchFunctionMode):
+    """Tensors that are asked for on a GPU are the CPU's, and say that they are a GPU's."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        del types
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
 
 
 @contextmanager

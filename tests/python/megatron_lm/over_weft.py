@@ -18,3 +18,12 @@ def forget_buffer_after_call() -> None:
     from megatron.core.transformer.moe import fused_a2a
 
     after_call.append(fused_a2a.reset_hybrid_ep_buffer)
+
+
+def initialize_groups(num_ranks: int) -> None:
+    """Megatron-Core's groups, until the call of the rank ends: its process group may end then."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+        after_call.append(parallel_state.destroy_model_parallel)

@@ -22,15 +22,13 @@ VOCABULARY, LENGTH, MICRO_BATCHES = 32, 6, 3
 
 def make_model(num_ranks, backend):
     import over_weft
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_layer_specs, gpt_model
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     over_weft.forget_buffer_after_call()
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # for dropout, of which there is none
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+    over_weft.initialize_groups(num_ranks)
     config = TransformerConfig(
         num_layers=2,
         hidden_size=32,
