@@ -19,7 +19,7 @@ check: ## build, unit tests, Python tests, lint of what changed: the quick part 
 test: ## build and test everything, sanitizers included
 	@scripts/test
 
-nightly: ## the same with GPU code for all architectures, the whole of clang-tidy, larger models, the soak and random lives
+nightly: ## the same with GPU code for all architectures, the whole of clang-tidy, larger models, the soak, random lives, and make consumers
 	@scripts/test --nightly
 
 consumers: ## the calls of vLLM, SGLang, FlashInfer, Megatron-Core and NeMo Automodel, read from their packages or run over Weft
