@@ -9,6 +9,7 @@ from packages import skip_without
 skip_without("megatron", "megatron-core")  # not imported here: over_weft.py is to come first
 
 BACKENDS = ("deepep", "hybridep")
+WOVEN = {"overlap_moe_expert_parallel_comm": True, "bf16": True}  # the combined schedule
 
 
 def trained(rank, num_ranks, group, run):
@@ -47,11 +48,13 @@ def resumed(rank, num_ranks, group, backend, folder):
         {},
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
+        WOVEN,
     ],
-    ids=["plain", "recomputed", "scaled"],
+    ids=["plain", "recomputed", "scaled", "woven"],
 )
 def test_losses_are_those_of_all_to_all(ranks, settings):
-    want = ranks(trained, 2, ("alltoall", 4, settings))
+    others = {} if settings is WOVEN else settings
+    want = ranks(trained, 2, ("alltoall", 4, others))
     found = [ranks(trained, 2, (backend, 4, settings)) for backend in (*BACKENDS, BACKENDS[0])]
     assert found[0] == found[1] == found[2]
     for steps, others in zip(found[0], want, strict=True):
