@@ -32,9 +32,10 @@ class Fleet:
     rows_handle_class: type  # `RowsHandle` with it
 
     def __init__(self, bootstrap: Any, params: Any, algo_knobs: Sequence[Any] = ()) -> None:
-        """Collective. The ranks meet by bootstrap.tcp_store, else by its process_group, or the
-        default one. Quantization is that of e4m3 with a scale for 128 elements, in layout
-        EXPERT_MAJOR; FleetAlgoKnobFaultTolerance needs LOW_LATENCY."""
+        """Collective. The ranks meet by bootstrap.tcp_store, else by its process_group, or by the
+        store of the default one, of which they may be some. Quantization is that of e4m3 with a
+        scale for 128 elements, in layout EXPERT_MAJOR; FleetAlgoKnobFaultTolerance needs
+        LOW_LATENCY."""
         knobs = by_name(algo_knobs)
         buffer_class = _buffer_class(params)
         topology = knobs.get("FleetAlgoKnobTopologyCapacity")
@@ -55,9 +56,11 @@ class Fleet:
             )
         waits = getattr(self._tolerance, "timeout_ms", 0)
         self._store = getattr(bootstrap, "tcp_store", None)
-        group = None
-        if self._store is None:
-            group = bootstrap.process_group or dist.group.WORLD
+        group = bootstrap.process_group if self._store is None else None
+        if self._store is None and group is None:
+            group = dist.group.WORLD
+            if hasattr(group, "get_group_store"):
+                self._store, group = group.get_group_store(), None
         self.buffer = buffer_class(
             explicitly_destroy=True,
             rank=bootstrap.rank,

@@ -48,9 +48,9 @@ def step(case, fleet, members, is_staged=False):
 
 
 def topology(rank, num_ranks, group, folder):
-    """Two ranks, three, and two."""
+    """Two ranks, three, and two. folder: of their store; else they meet by the default group's."""
     case = make_case(rank, num_ranks, group)
-    store = dist.FileStore(f"{folder}/store", num_ranks)
+    store = dist.FileStore(f"{folder}/store", num_ranks) if folder else None
     with stub.installed(PLACE):
         capacity = stub.FleetAlgoKnobTopologyCapacity(3)
         larger = stub.BootstrapConfig(3, rank, None, store)
@@ -75,8 +75,9 @@ def topology(rank, num_ranks, group, folder):
         fleet.destroy()
 
 
-def test_fleets_grow_and_shrink(ranks, tmp_path):
-    ranks(topology, 3, str(tmp_path))
+@pytest.mark.parametrize("has_store", [True, False])
+def test_fleets_grow_and_shrink(ranks, has_store, tmp_path):
+    ranks(topology, 3, str(tmp_path) if has_store else "")
 
 
 def masks(rank, num_ranks, group, has_group, folder):
