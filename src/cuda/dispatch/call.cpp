@@ -192,6 +192,7 @@ Plan CudaExchange::dispatch_routed(
 ) {
   const PayloadFormat payload = payload_of(in, out, settings_.max_topk);
   if (!writes_alone(routing, options, in, call)) {
+    const CallRepeats::Lock both(repeats_.get());  // one gate is behind them
     Plan plan = make_plan_of(Op::kPlanAndDispatch, routing, options, call);
     dispatch_by_plan(plan, in, out, call, /*is_second=*/true);
     return plan;
@@ -263,6 +264,7 @@ void CudaExchange::place_rows(
   unplaced_.reset();
   if (call.stream == nullptr) {
     wait_for(stream);
+    const CallRepeats::Lock lock(repeats_.get());
     check_behind(stream);
   }
 }

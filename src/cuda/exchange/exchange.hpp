@@ -221,19 +221,23 @@ class CudaExchange final : public Executor {
     return repeats_ ? repeats_->stream() : own_->stream.get();
   }
   // --- PeerLoss::kRepeat (losses.cpp) ---
-  // Once a call is queued in the stream: puts a gate behind it, unless it is a plan alone, for
-  // which that of the next call is.
+  // Once a call is queued in the stream: puts a gate behind it, unless it is a plan whose dispatch
+  // comes next, behind which is that of both.
   void close_calls(cudaStream_t stream);
   // Whether the watch agrees on what becomes of the calls, so that the caller has nothing to do.
   [[nodiscard]] bool is_watch_at_it() const;
   // Any thread: whom a call has waited for in vain.
   [[nodiscard]] std::optional<LossWatch::Late> late_rank() const;
+  // The same by the fault record alone.
+  [[nodiscard]] std::optional<LossWatch::Late> late_fault() const;
   // The thread that watches: makes the calls again that this rank's gate holds, and opens it.
   void repeat_calls(const LossWatch::Agreement& agreed);
   // No gate holds any more: calls are void until go_on_without().
   void release_gates() const;
   // The caller waits before a call while it is too many ahead.
   void await_gates(cudaStream_t stream);
+  // report() of ranks whose loss the caller has not heard of; then it has.
+  [[nodiscard]] CallReport take_news();
   // The caller hears of ranks whose loss has ended no call.
   void hear_repeats();
   // --- ranks that come back (readmission.cpp) ---
@@ -428,7 +432,7 @@ class CudaExchange final : public Executor {
   CudaBuffer<std::byte> nobodys_;      // in place of control regions of ranks that were never met
   int64_t void_calls_ = 0;             // CallReport's
   int64_t calls_behind_ = 0;           // likewise
-  bool is_plan_alone_ = false;         // the running call
+  bool is_plan_alone_ = false;         // the running call: its dispatch comes next
   bool is_waiting_for_shape_ = false;  // the host, for a plan
   uint64_t num_queued_ = 0;            // calls since the last gate
   bool is_repeated_ = false;           // CallReport's
@@ -449,7 +453,9 @@ template <class Launch>
 auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch, bool is_second) {
   const CudaDeviceGuard guard(settings_.device.index);
   const cudaStream_t stream = stream_of(call);
-  await_gates(stream);
+  if (!is_second) {
+    await_gates(stream);
+  }
   hear_repeats();
   running_op_ = op;
   is_launched_ = false;
@@ -497,6 +503,7 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
   const auto end = [&] {
     if (call.stream == nullptr) {
       wait_for(stream);
+      const CallRepeats::Lock lock(repeats_.get());
       check_behind(stream);
     }
   };

@@ -36,10 +36,11 @@ void CudaExchange::check_faults(std::optional<cudaStream_t> stream) {
   if (broken_) {
     std::rethrow_exception(broken_);
   }
+  const bool is_news = losses_ && losses_->has_news();
   if (is_watch_at_it()) {
     return;
   }
-  if (losses_ && losses_->has_news()) {
+  if (is_news) {
     losses_->follow_caller();
     look_for_losses(running_op_, ErrorCode::kPeerFailed);
   }
@@ -165,6 +166,7 @@ uint32_t CudaExchange::refuse_one(Op op, const Refusal& reason, cudaStream_t str
   const uint32_t number = read_gpu<uint32_t>(&own_->local.get()->epoch) + 1;
   refusals_->post(number, reason);
   launch_refusal(view_, op, stream);
+  record_end(stream);
   wait();
   keep_none();
   is_plan_alone_ = false;

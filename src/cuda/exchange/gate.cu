@@ -36,11 +36,14 @@ __device__ bool meet_peers(const RankView& me, uint64_t last, bool waits) {
 }
 
 // One thread keeps back what is queued behind, until the call has been made again.
-__device__ void hold(const RankView& me, uint64_t number) {
+__device__ void hold(const GateLaunch& call) {
+  const RankView& me = call.me;
   auto* gate = static_cast<volatile GateState*>(&me.local->gate);
-  gate->number = number;
+  auto* held = static_cast<volatile uint64_t*>(call.done + 1);
+  gate->number = call.number;
   ptx::fence_sys();
   gate->is_held = 1;
+  *held = call.number;
   Patience patience(ptx::clock_now());
   while (gate->is_held != 0 && gate->is_off == 0) {
     __nanosleep(1000);
@@ -48,6 +51,7 @@ __device__ void hold(const RankView& me, uint64_t number) {
       break;
     }
   }
+  *held = 0;
   gate->is_held = 0;
 }
 
@@ -70,7 +74,7 @@ __global__ void __launch_bounds__(kWarpLanes) pass_gate(const __grid_constant__ 
       gate->is_held = 0;
     }
   } else if (!call.is_repeated && gate->is_off == 0) {
-    hold(me, call.number);
+    hold(call);
   }
   if (!call.is_repeated) {
     ptx::fence_sys();

@@ -138,11 +138,7 @@ void LossWatch::answer() {
   }
   try {
     std::optional<Calls> own;
-    if (answered_) {
-      own = Calls{answered_->last + 1, answered_->last + 2};
-    } else {
-      own = kernels_.calls();
-    }
+    own = answered_ ? std::optional(calls_since_answer()) : kernels_.calls();
     if (!own) {
       return;
     }
@@ -170,8 +166,7 @@ void LossWatch::answer() {
     }
     are_void_ = false;
     if (answered_) {
-      answered_->last = agreement.last;
-      answered_->calls_behind += agreement.calls_behind;
+      add_to_answer(agreement);
     } else {
       answered_last_ = own->last;
       answered_ = agreement;
@@ -182,6 +177,16 @@ void LossWatch::answer() {
       kernels_.repeats.release();
     }
   }
+}
+
+// It has gone on from what was answered, and made no call since.
+LossWatch::Calls LossWatch::calls_since_answer() const {
+  return {.last = answered_->last + 1, .first_void = answered_->last + 2};
+}
+
+void LossWatch::add_to_answer(const Agreement& agreement) {
+  answered_->last = agreement.last;
+  answered_->calls_behind += agreement.calls_behind;
 }
 
 bool LossWatch::settle_members(std::string_view op, ErrorCode cause, std::optional<int> late) {
@@ -236,6 +241,11 @@ std::optional<LossWatch::Agreement> LossWatch::settle(
   has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
   if (answer_error_) {
     std::rethrow_exception(answer_error_);
+  }
+  if (answered_ && are_void_) {  // of another loss since
+    survival_.begin_call(/*is_second_part=*/true);
+    add_to_answer(agree_on_calls(op, calls_since_answer()));
+    are_void_ = false;
   }
   if (answered_) {
     const auto replays = static_cast<int64_t>(own.last - answered_last_);  // since

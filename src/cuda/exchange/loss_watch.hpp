@@ -162,6 +162,9 @@ class LossWatch {
   void look();
   // In place of the thread that calls.
   void answer();
+  // Of a rank that has answered_; and what is agreed on with those that are left since.
+  [[nodiscard]] Calls calls_since_answer() const;
+  void add_to_answer(const Agreement& agreement);
   // Whether ranks are lost, after a call of which `late` has not been part, or which has failed
   // because of `cause`.
   [[nodiscard]] bool settle_members(std::string_view op, ErrorCode cause, std::optional<int> late);

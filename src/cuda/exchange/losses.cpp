@@ -84,9 +84,12 @@ LossWatch::Calls CudaExchange::own_calls() const {
     calls.passed = now.gate.passed;
     calls.whole = now.gate.whole;
     calls.num_held = held == nullptr ? 0 : held->num_calls;
-    // Whatever else is queued comes behind a gate that holds.
-    const bool is_possible = held == nullptr ? !open_ && num_queued_ == 0 : held->is_possible;
-    calls.can_repeat = is_possible && !is_waiting_for_shape_ ? 1 : 0;
+    // Whatever else is queued comes behind a gate that holds. Without one a replay may run, and a
+    // refusal that the caller has yet to hear of would be forgotten.
+    const bool is_idle = !open_ && num_queued_ == 0 && counters_.num_captured == 0;
+    const bool is_possible = held == nullptr ? is_idle : held->is_possible;
+    const bool is_refused = has_fault() && !late_fault();
+    calls.can_repeat = is_possible && !is_refused && !is_waiting_for_shape_ ? 1 : 0;
   }
   return calls;
 }
@@ -120,6 +123,15 @@ bool CudaExchange::is_watch_at_it() const {
 }
 
 std::optional<LossWatch::Late> CudaExchange::late_rank() const {
+  if (const auto late = late_fault()) {
+    return late;
+  }
+  // Stopped for another reason, of which the host may hear when the stream has ended.
+  const bool is_held = repeats_ && repeats_->is_held();
+  return is_held ? std::optional(LossWatch::Late{ErrorCode::kTimeout, std::nullopt}) : std::nullopt;
+}
+
+std::optional<LossWatch::Late> CudaExchange::late_fault() const {
   if (!has_fault()) {
     return std::nullopt;
   }
@@ -130,8 +142,7 @@ std::optional<LossWatch::Late> CudaExchange::late_rank() const {
     return std::nullopt;
   }
   const bool has_not_begun =
-      is_late && (fault.waiting_for == WaitFor::kWord || fault.waiting_for == WaitFor::kRouting ||
-                  fault.waiting_for == WaitFor::kWhole);
+      is_late && (fault.waiting_for == WaitFor::kWord || fault.waiting_for == WaitFor::kRouting);
   return LossWatch::Late{
       .cause = is_late ? ErrorCode::kTimeout : ErrorCode::kPeerFailed,
       .rank = has_not_begun ? std::optional(fault.peer) : std::nullopt};
@@ -154,6 +165,9 @@ void CudaExchange::repeat_calls(const LossWatch::Agreement& agreed) {
       launch(stream);
     }
     launch_gate({.me = view_, .number = held->number, .is_repeated = true}, stream);
+  }
+  if (held != nullptr) {
+    repeats_->open(held->number);
   }
   repeats_->is_unheard.store(true, std::memory_order_release);
   if (!is_again) {
@@ -194,18 +208,24 @@ void CudaExchange::await_gates(cudaStream_t stream) {
   }
 }
 
+CallReport CudaExchange::take_news() {
+  const CallRepeats::Lock lock(repeats_.get());
+  CallReport now = report();
+  if (repeats_) {
+    repeats_->is_unheard.store(false, std::memory_order_relaxed);
+    now.lost = lost_ranks();
+    std::erase_if(now.lost, [&](int rank) { return std::ranges::count(heard_, rank) != 0; });
+    heard_ = lost_ranks();
+  }
+  return now;
+}
+
 void CudaExchange::hear_repeats() {
-  if (repeats_ && repeats_->is_unheard.exchange(false, std::memory_order_acquire) &&
-      settings_.on_loss) {
-    CallReport now;
-    {
-      const CallRepeats::Lock lock(repeats_.get());
-      now = report();
-      now.lost = lost_ranks();
-      std::erase_if(now.lost, [&](int rank) { return std::ranges::count(heard_, rank) != 0; });
-      heard_ = lost_ranks();
+  if (repeats_ && repeats_->is_unheard.load(std::memory_order_acquire)) {
+    const CallReport now = take_news();
+    if (settings_.on_loss) {
+      settings_.on_loss(now);
     }
-    settings_.on_loss(now);
   }
 }
 
@@ -282,9 +302,8 @@ void CudaExchange::raise_losses(Op op, const LossWatch::Agreement& agreed) {
   void_calls_ = agreed.void_calls;
   calls_behind_ = agreed.calls_behind;
   go_on_without(losses_->lost(), agreed.last);
-  heard_ = lost_ranks();
   losses_->resume();
-  losses_->raise(op_name(op), report(), settings_.on_loss);
+  losses_->raise(op_name(op), take_news(), settings_.on_loss);
 }
 
 void CudaExchange::set_broken() {

@@ -166,6 +166,7 @@ void CudaExchange::rejoin(const Group& group, const Invitation& invitation) {
       invitation.transport
   );
   WEFT_CUDA(context_, cudaFree(nullptr));  // what CUDA does at first nobody else has to wait for
+  const CallRepeats::Lock lock(repeats_.get());  // the watch does not answer before all is there
   watch_for_losses(group);
   losses_->meet([this](const Group& members, const Meeting& who) { meet_as_newcomer(members, who); }
   );
@@ -196,6 +197,7 @@ void CudaExchange::readmit(std::span<const int> ranks) {
   WEFT_CUDA(context_, cudaDeviceSynchronize());  // replays, too
   check();
   await_silence(ranks);
+  const CallRepeats::Lock lock(repeats_.get());  // the watch does not answer meanwhile
   void_calls_ = calls_behind_ = 0;
   const LossWatch::Calls own = own_calls();
   std::optional<LossWatch::Agreement> agreed;

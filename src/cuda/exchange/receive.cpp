@@ -19,6 +19,7 @@ void CudaExchange::receive(const Plan& plan, const CallOptions& call) {
   }
   if (call.stream == nullptr) {
     wait_for(stream);
+    const CallRepeats::Lock lock(repeats_.get());
     check_behind(stream);
   }
 }

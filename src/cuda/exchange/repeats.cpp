@@ -7,8 +7,9 @@
 namespace weft {
 
 CallRepeats::CallRepeats(const Context& context) {
-  done_.create(1, context);
-  *done_.get() = 0;
+  done_.create(2, context);
+  done_.get()[0] = 0;
+  done_.get()[1] = 0;
   int least = 0;
   int greatest = 0;
   WEFT_CUDA(context, cudaDeviceGetStreamPriorityRange(&least, &greatest));

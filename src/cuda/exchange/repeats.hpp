@@ -91,6 +91,13 @@ class CallRepeats {
   [[nodiscard]] bool is_far_ahead() const {
     return num_gates_ - *static_cast<volatile uint64_t*>(done_.get()) >= kMostAhead;
   }
+  // Any thread: whether a gate holds that nobody is about to open.
+  [[nodiscard]] bool is_held() const {
+    const uint64_t held = *static_cast<volatile uint64_t*>(done_.get() + 1);
+    return held != 0 && held != opened_.load(std::memory_order_relaxed);
+  }
+  // The gate with this number opens once its calls have been made again.
+  void open(uint64_t number) { opened_.store(number, std::memory_order_relaxed); }
   [[nodiscard]] uint64_t* done() const { return done_.get(); }
   // Of repetitions, and of all that the host does while a gate holds another stream.
   [[nodiscard]] cudaStream_t stream() const { return stream_.get(); }
@@ -103,7 +110,8 @@ class CallRepeats {
   // Of higher priority than callers' streams, with which it must not share a hardware queue: the
   // work behind a gate that holds would keep back what ends that.
   std::unique_ptr<CUstream_st, CudaDeleter<cudaStreamDestroy>> stream_;
-  PinnedBuffer<uint64_t> done_;
+  PinnedBuffer<uint64_t> done_;  // GateLaunch's
+  std::atomic<uint64_t> opened_ = 0;
   Group open_;
   std::deque<Group> closed_;  // whose gates have not ended when last looked
   uint64_t num_gates_ = 0;

@@ -265,8 +265,10 @@ void launch_add_waits(const WaitSums& call, cudaStream_t stream);
 // The gate behind calls (GateState).
 struct GateLaunch {
   RankView me;
-  uint64_t number = 0;       // ascending
-  uint64_t* done = nullptr;  // in pinned host memory: the number of the last gate that has ended
+  uint64_t number = 0;  // ascending
+  // In pinned host memory: the number of the last gate that has ended, and of that which holds, 0:
+  // none.
+  uint64_t* done = nullptr;
   bool is_repeated = false;  // behind calls made again, while the gate of the first time holds
 };
 void launch_gate(const GateLaunch& call, cudaStream_t stream);

@@ -201,7 +201,7 @@ Plan CudaExchange::make_plan_of(
     if (waits) {
       ask_shape(launch);
     }
-    is_plan_alone_ = true;
+    is_plan_alone_ = op == Op::kPlanAndDispatch;
     if (options.balance.replicas > 0) {
       queue_balance(options.balance, launch, stream);
     }

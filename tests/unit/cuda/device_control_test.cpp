@@ -23,7 +23,7 @@ TEST(DeviceControlTest, SaysHowManySignalsAreNeededWhere32BitsDoNotSuffice) {
     EXPECT_EQ(slots.needed(), slots.size());
   }
   const SignalSlots many = {.num_ranks = 32, .max_chunks = uint32_t{1} << 27};
-  EXPECT_EQ(many.needed(), (uint64_t{1} << 33) + 9 * 32);
+  EXPECT_EQ(many.needed(), (uint64_t{1} << 33) + 10 * 32);
 }
 
 // Where a token has more choices than there are ranks, eager rows hold one of each if they are not
@@ -98,7 +98,8 @@ TEST(DeviceControlTest, KeepsSecondHandshakesApart) {
   const SignalSlots signals = map.signals();
   EXPECT_EQ(signals.second_word(6, 0), signals.copying(4));
   EXPECT_EQ(signals.second_word(7, 0), signals.second_word(6, 4));
-  EXPECT_EQ(signals.size(), signals.second_word(7, 4));
+  EXPECT_EQ(signals.whole(0), signals.second_word(7, 4));
+  EXPECT_EQ(signals.size(), signals.whole(4));
 }
 
 TEST(DeviceControlTest, NeedsNoMemoryWithoutEagerRows) {
