@@ -60,7 +60,7 @@ class Repeating {
     late_ = late;
     is_late_ = true;
   }
-  // What they have agreed on in place of the caller; nothing: calls are void.
+  // The agreement in place of the caller; nothing: calls are void.
   [[nodiscard]] std::optional<LossWatch::Agreement> made() {
     const Deadline deadline(kSoon);
     while (!is_over_ && !deadline.has_passed()) {
@@ -80,12 +80,12 @@ class Repeating {
   LossWatch watch_;
 };
 
-// Of a rank that has passed the gate of call `passed`.
+// A rank has passed the gate of call `passed`.
 Calls idle(uint64_t passed) {
   return {
       .last = passed, .first_void = passed + 1, .passed = passed, .whole = passed, .can_repeat = 1};
 }
-// The same with calls behind it that another gate holds, which are whole or cut short.
+// More calls lie behind it, which another gate holds and which are whole or cut short.
 Calls held(uint64_t passed, int32_t num_calls, bool is_whole) {
   const uint64_t last = passed + static_cast<uint64_t>(num_calls);
   return {

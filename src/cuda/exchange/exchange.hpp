@@ -228,7 +228,7 @@ class CudaExchange final : public Executor {
   [[nodiscard]] bool is_watch_at_it() const;
   // Any thread: whom a call has waited for in vain.
   [[nodiscard]] std::optional<LossWatch::Late> late_rank() const;
-  // The same by the fault record alone.
+  // late_rank() as the fault record alone has it.
   [[nodiscard]] std::optional<LossWatch::Late> late_fault() const;
   // The thread that watches: makes the calls again that this rank's gate holds, and opens it.
   void repeat_calls(const LossWatch::Agreement& agreed);

@@ -44,7 +44,7 @@ class LossWatch {
     ErrorCode cause;
     std::optional<int> rank;  // that has not begun the call
   };
-  // What those that are left have agreed on.
+  // The ranks that are left have agreed on this.
   struct Agreement {
     uint64_t last = 0;  // of all: calls go on after it
     // As CallReport has them of this rank.
@@ -162,7 +162,8 @@ class LossWatch {
   void look();
   // In place of the thread that calls.
   void answer();
-  // Of a rank that has answered_; and what is agreed on with those that are left since.
+  // This rank's calls after it has answered_, and how an agreement of those that are left since
+  // changes the answer.
   [[nodiscard]] Calls calls_since_answer() const;
   void add_to_answer(const Agreement& agreement);
   // Whether ranks are lost, after a call of which `late` has not been part, or which has failed

@@ -67,7 +67,7 @@ class CallRepeats {
   // A launch of the calls before the next gate, and the plan that it follows, if any; empty: one
   // that cannot be made again.
   void keep(Launch launch, const PlanView& plan = {});
-  // What was kept since the last gate is captured, or void.
+  // Forgets the launches since the last gate: they are captured, or void.
   void drop() { open_ = {}; }
   // So many calls since the last gate are queued, and a gate comes behind them. -> its number.
   uint64_t close(int num_calls);
@@ -99,7 +99,7 @@ class CallRepeats {
   // The gate with this number opens once its calls have been made again.
   void open(uint64_t number) { opened_.store(number, std::memory_order_relaxed); }
   [[nodiscard]] uint64_t* done() const { return done_.get(); }
-  // Of repetitions, and of all that the host does while a gate holds another stream.
+  // Repetitions run in it, and all that the host does while a gate holds another stream.
   [[nodiscard]] cudaStream_t stream() const { return stream_.get(); }
 
   std::atomic<bool> is_unheard = false;  // calls were made again since the caller was last told
@@ -107,8 +107,8 @@ class CallRepeats {
  private:
   std::recursive_mutex mutex_;
   int depth_ = 0;  // how often the thread that has locked it has
-  // Of higher priority than callers' streams, with which it must not share a hardware queue: the
-  // work behind a gate that holds would keep back what ends that.
+  // Its priority is higher than that of callers' streams, with which it must not share a hardware
+  // queue: the work behind a gate that holds would keep back what ends that.
   std::unique_ptr<CUstream_st, CudaDeleter<cudaStreamDestroy>> stream_;
   PinnedBuffer<uint64_t> done_;  // GateLaunch's
   std::atomic<uint64_t> opened_ = 0;

@@ -18,7 +18,7 @@ LADDER = (16, 1, 5)  # tokens of a rank, one shape after the other
 
 
 class EPBackend:
-    """What the class of CollectiveX gives its subclasses."""
+    """The class of CollectiveX from which its adapters derive, as far as they need it."""
 
     def __init__(self, args, rank, world_size, local_rank, device):
         del local_rank

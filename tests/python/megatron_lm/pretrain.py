@@ -75,8 +75,8 @@ class Trainer:
         self.length = LENGTHS[rank % len(LENGTHS)]
 
     def forward(self, batches, model, return_schedule_plan=False):
-        """What Megatron's schedules call for each micro-batch; return_schedule_plan: those that
-        weave the forward of one with the backward of another."""
+        """Megatron's schedules call this for each micro-batch, with `return_schedule_plan` where
+        they weave the forward of one with the backward of another."""
         text = next(batches)
         shape = (1, 1, self.length, self.length)
         mask = torch.ones(shape, dtype=torch.bool, device=self.device).triu(1)

@@ -92,7 +92,7 @@ class RankMask:
         return routes.masked_fill(self.of(routes.clamp(min=0).long() // num_local_experts), -1)
 
     def waits(self, sums: Tensor | None) -> Tensor | None:
-        """Of statistics of waits the part for the ranks of the call."""
+        """The part of statistics of waits that is for the ranks of the call."""
         return sums if self.ranks is None else CallRanks(self.ranks, _NONE, _NONE).waits(sums)
 
 
@@ -139,7 +139,7 @@ class CallRanks:
         return table[(topk_idx + 1).clamp(0, len(table) - 1)]
 
     def waits(self, sums: Tensor | None) -> Tensor | None:
-        """Of statistics of waits the part for these ranks."""
+        """The part of statistics of waits that is for these ranks."""
         if sums is None or not isinstance(sums, Tensor):
             return sums
         if self.ranks != tuple(range(len(self.ranks))):
