@@ -137,8 +137,7 @@ void LossWatch::answer() {
     return;
   }
   try {
-    std::optional<Calls> own;
-    own = answered_ ? std::optional(calls_since_answer()) : kernels_.calls();
+    const std::optional<Calls> own = answered_ ? calls_since_answer() : kernels_.calls();
     if (!own) {
       return;
     }
