@@ -75,11 +75,12 @@ enum class PeerLoss : uint8_t {
   // ranks, captured graphs too, and plans from before are refused. Between domains buffers from
   // before cost a copy more.
   kShrink,
-  // As kShrink, but on the GPUs of one domain no call is void: none ends before all ranks have all
-  // that they need of it, and one during which ranks are lost is made again among the rest, with
-  // what lies in the caller's memory then, before anything queued behind it runs. That takes a
-  // launch more in each call. Not for captured calls, those received later, and plans whose number
-  // of rows the host waits for: if one of these is cut short, all is as with kShrink.
+  // Calls go on among the rest as with kShrink, but on the GPUs of one domain none is void: a call
+  // ends only once all ranks have all that they need of it, and one during which ranks are lost is
+  // made again among the rest, with what lies in the caller's memory then, before anything queued
+  // behind it runs. This takes a launch more in each call. A captured call, one that is received
+  // later, and a plan whose number of rows the host waits for are not made again: if one of these
+  // is cut short, all is as with kShrink.
   kRepeat,
 };
 

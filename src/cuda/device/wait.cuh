@@ -239,7 +239,7 @@ __device__ __forceinline__ WordStatus own_status(const RankView& me, uint32_t ep
   if (!is_stopped(me)) {
     return WordStatus::kGood;
   }
-  // Where calls are made again, a peer would take it that this one was refused for good.
+  // A peer would take kRefused for good, and this call is made again.
   const bool is_repeated = me.local->has_gates != 0 && stop_state(me) == StopState::kBroken;
   return is_repeated || calls_since_break(me, epoch) > 1 ? WordStatus::kSilent
                                                          : WordStatus::kRefused;

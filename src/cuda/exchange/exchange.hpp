@@ -224,7 +224,7 @@ class CudaExchange final : public Executor {
   // Once a call is queued in the stream: puts a gate behind it, unless it is a plan whose dispatch
   // comes next, behind which is that of both.
   void close_calls(cudaStream_t stream);
-  // Whether the watch agrees on what becomes of the calls, so that the caller has nothing to do.
+  // The watch agrees on what becomes of the calls, so that the caller has nothing to do.
   [[nodiscard]] bool is_watch_at_it() const;
   // Any thread: whom a call has waited for in vain.
   [[nodiscard]] std::optional<LossWatch::Late> late_rank() const;

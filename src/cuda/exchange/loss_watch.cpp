@@ -123,7 +123,7 @@ void LossWatch::look() {
   kernels_.stop();
 }
 
-// Where calls are void, only if others have begun to agree and the thread that calls waits
+// It answers for void calls only if others have begun to agree and the thread that calls waits
 // elsewhere, not here for its turn. A rank that has heard of a loss, and of another one before its
 // next call, says that it has gone on from the first, and made no call since.
 void LossWatch::answer() {

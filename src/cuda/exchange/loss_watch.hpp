@@ -47,7 +47,7 @@ class LossWatch {
   // The ranks that are left have agreed on this.
   struct Agreement {
     uint64_t last = 0;  // of all: calls go on after it
-    // As CallReport has them of this rank.
+    // This rank's, as in CallReport.
     int64_t void_calls = 0;
     int64_t calls_behind = 0;
     bool is_repeated = false;  // all can make again what comes after
@@ -166,8 +166,8 @@ class LossWatch {
   // changes the answer.
   [[nodiscard]] Calls calls_since_answer() const;
   void add_to_answer(const Agreement& agreement);
-  // Whether ranks are lost, after a call of which `late` has not been part, or which has failed
-  // because of `cause`.
+  // The members agree who is lost, after a call of which `late` has not been part, or which has
+  // failed because of `cause`. Returns whether any rank is.
   [[nodiscard]] bool settle_members(std::string_view op, ErrorCode cause, std::optional<int> late);
   // Once others are members.
   [[nodiscard]] Agreement agree_on_calls(std::string_view op, const Calls& own);

@@ -266,8 +266,8 @@ void launch_add_waits(const WaitSums& call, cudaStream_t stream);
 struct GateLaunch {
   RankView me;
   uint64_t number = 0;  // ascending
-  // In pinned host memory: the number of the last gate that has ended, and of that which holds, 0:
-  // none.
+  // Two numbers in pinned host memory: that of the last gate that has ended, and that of the one
+  // that holds (0: none).
   uint64_t* done = nullptr;
   bool is_repeated = false;  // behind calls made again, while the gate of the first time holds
 };
