@@ -77,8 +77,9 @@ class Door(NamedTuple):
 
 
 class Bench:
-    def __init__(self, module: str, case: str, device: torch.device) -> None:
+    def __init__(self, module: str, case: str, device: torch.device, shrinks: bool) -> None:
         self.case_name, self.case, self.device = case, CASES[case], device
+        self.shrinks = shrinks
         self.is_weft = module == "weft"
         self.ep = importlib.import_module("weft.compat.deep_ep" if self.is_weft else module)
         self.world = dist.get_world_size()
@@ -137,6 +138,7 @@ class Bench:
             num_rdma_bytes=hint,
             low_latency_mode=True,
             num_qps_per_rank=max(1, case.experts // self.world),
+            **({"enable_shrink": True} if self.shrinks else {}),
         )
         formats = {"bfloat16": {"use_fp8": False}, "fp8": {"use_fp8": True}}
         formats["ue8m0"] = {"use_fp8": True, "round_scale": True, "use_ue8m0": True}
@@ -461,7 +463,8 @@ def rival_of(row: dict, peers: list[dict]) -> dict:
 def head_of(bench: Bench, door: Door) -> dict:
     case = bench.case
     row = {"op": door.op, "case": bench.case_name, "executor": bench.device.type}
-    row |= {"transport": "peer", "layout": "", "dtype": door.dtype, "ranks": bench.world}
+    row |= {"transport": "peer", "layout": "shrink" if bench.shrinks else ""}
+    row |= {"dtype": door.dtype, "ranks": bench.world}
     row |= {"tokens": case.tokens, "hidden": case.hidden, "experts": case.experts}
     row |= {"topk": case.topk, "pad": 1, "sms": door.sms, "wire_bytes": 0, "logical_bytes": 0}
     return row | {"checked": False}
@@ -521,7 +524,7 @@ def run(args: argparse.Namespace, device: torch.device) -> list[dict]:
 
 def doors(args: argparse.Namespace, device: torch.device) -> Iterator[tuple[Bench, Door]]:
     for case in args.cases:
-        bench = Bench(args.module, case, device)
+        bench = Bench(args.module, case, device, args.shrink)
         for door in bench.doors():
             if not args.ops or door.op in args.ops:
                 yield bench, door
@@ -546,6 +549,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", help="only these")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shrink", action="store_true", help="low latency with enable_shrink")
     parser.add_argument("--json", help="results file")
     parser.add_argument("--commit", help="that the build is of; default: asks git")
     args = parser.parse_args()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from packages import HUGGING_FACE, ROOT
 from ranks import Ranks
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 VOCABULARY = 128
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -134,7 +135,7 @@ def test_other_computations_of_experts(own_ranks, experts, tmp_path):
     own_ranks(is_as_in_one_piece, 2, "qwen3_moe", str(tmp_path), False, experts)
 
 
-def made_experts(implementation):
+def made_experts(implementation, device="cpu"):
     """The experts of a layer, two on each rank, and the class that spreads them."""
     find_packages()
     from transformers import Qwen3MoeConfig
@@ -144,7 +145,7 @@ def made_experts(implementation):
 
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
     config = Qwen3MoeConfig(num_experts=2, experts_implementation=implementation, **sizes)
-    experts = Qwen3MoeExperts(config)
+    experts = Qwen3MoeExperts(config).to(device)
     experts._is_expert_parallel = True
     return experts, WeftEP
 
@@ -154,10 +155,12 @@ def meshes(num_ranks):
     return mesh["ep"], mesh["tp"]
 
 
-def one_rank_gets_all(rank, num_ranks, group, num_tokens, experts):
+def one_rank_gets_all(rank, num_ranks, group, num_tokens, experts, device):
     """Rank 0 has the experts of all tokens, and the last rank has no tokens."""
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     torch.manual_seed(3)
-    (own, spread), (of_all, _) = made_experts(experts), made_experts(experts)
+    (own, spread), (of_all, _) = made_experts(experts, device), made_experts(experts, device)
     of_all._is_expert_parallel = False
     for parameter, same in zip(own.parameters(), of_all.parameters()):
         torch.nn.init.normal_(parameter, std=0.1)  # the same on all ranks, of which one computes
@@ -165,9 +168,9 @@ def one_rank_gets_all(rank, num_ranks, group, num_tokens, experts):
     layer = spread(own, *meshes(num_ranks))
     count = 0 if rank == num_ranks - 1 else num_tokens
     given = torch.randn(num_tokens, 64)[:count], torch.rand(num_tokens, 2)[:count]
-    x, weights = (tensor.requires_grad_() for tensor in given)
-    dense_x, dense_weights = (tensor.detach().clone().requires_grad_() for tensor in given)
-    choices = torch.tensor([[0, 1]]).expand(count, 2)
+    x, weights = (tensor.to(device).requires_grad_() for tensor in given)
+    dense_x, dense_weights = (tensor.to(device, copy=True).requires_grad_() for tensor in given)
+    choices = torch.tensor([[0, 1]], device=device).expand(count, 2)
     out = layer(x, choices, weights)
     out.square().sum().backward()
     if count > 0:
@@ -183,10 +186,11 @@ def one_rank_gets_all(rank, num_ranks, group, num_tokens, experts):
         torch.testing.assert_close(parameter.grad, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm", "eager"])
 @pytest.mark.parametrize("num_tokens", [1, 9])
-def test_a_rank_without_rows_and_one_without_tokens(own_ranks, num_tokens, experts):
-    own_ranks(one_rank_gets_all, 2, num_tokens, experts)
+def test_a_rank_without_rows_and_one_without_tokens(own_ranks, num_tokens, experts, device):
+    own_ranks(one_rank_gets_all, 2, num_tokens, experts, device)
 
 
 def forgets_a_layer(rank, num_ranks, group):
