@@ -53,6 +53,9 @@ class CombineOwn {
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
       const int32_t entry = place.entry[step];
+      if constexpr (kScaled && !kByChoice) {
+        check_unused(place, step);
+      }
       if (shape_.has(step) && entry >= 0) {
         const int64_t at = static_cast<int64_t>(entry) * max_topk_ + in_entry(step);
         if constexpr (kByChoice) {
@@ -115,6 +118,19 @@ class CombineOwn {
   }
 
  private:
+  // Tells of a choice that the caller names where the plan has none, which no row stands for.
+  __device__ __forceinline__ void check_unused(const Place& place, int step) const {
+    const int token = shape_.entry[step];
+    const int k = in_entry(step);
+    if (call_.source_idx == nullptr || token >= count_of(place.first) || k >= call_.topk) {
+      return;
+    }
+    const int32_t entry = place.entry[step];
+    if (entry < 0 || call_.plan.heads(0)[entry].num_routes < call_.topk) {
+      static_cast<void>(counted_weight(call_, place.first + token, k, 0.0F));
+    }
+  }
+
   // Which of its entry's positions a lane's is.
   [[nodiscard]] __device__ __forceinline__ int in_entry(int step) const {
     return Shape::position(step) - shape_.entry[step] * shape_.width;

@@ -127,7 +127,7 @@ class TopkSum {
         const int64_t route = token * call_.plan.map.max_topk + k;
         numbers.slot[step] = call_.plan.route_slot()[route];
         numbers.expert[step] = call_.plan.route_expert()[route];
-        if (kScaled && numbers.slot[step] >= 0) {
+        if (kScaled) {
           numbers.scale[step] = scale_of(token, k);
         }
       }
@@ -177,7 +177,7 @@ class TopkSum {
     return rank == static_cast<uint32_t>(call_.me.rank);
   }
 
-  // The factor of a route that was kept.
+  // The factor of a choice, which tells of one that the plan does not have, too.
   [[nodiscard]] __device__ __forceinline__ float scale_of(int64_t token, int k) const {
     return call_.scale == CombineScale::kPlanWeights
                ? call_.plan.route_weight()[token * call_.plan.map.max_topk + k]

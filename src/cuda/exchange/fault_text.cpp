@@ -16,9 +16,11 @@ constexpr std::string_view kWaitedFor[] = {  // by WaitFor
     "source weights",
     "rows",
     "copies",
+    "the end of the call",
     "blocks of its own",
     "rows in its shared memory",
     "marks of rows"};
+static_assert(std::size(kWaitedFor) == static_cast<size_t>(WaitFor::kMark) + 1);
 
 // The value of a signal: a call of this exchange, or what something else left there.
 std::string signal_text(const RankView& me, uint32_t value) {

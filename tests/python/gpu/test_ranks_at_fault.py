@@ -186,6 +186,9 @@ def refused_next(is_wrong, exchange, call, text):
         exchange.check()
 
 
+EMPTY, HALF = 5, 7  # tokens without choices, and with one
+
+
 def other_choices(rank, num_ranks, group, has_hook):
     """The last rank combines by choices that its dispatch did not have: in another tensor, or in
     the dispatch's own."""
@@ -195,6 +198,8 @@ def other_choices(rank, num_ranks, group, has_hook):
     idx = inputs.idx.clone()
     topk, token = idx.size(1), 2
     idx[token] = torch.arange(topk, device=device)
+    idx[EMPTY], idx[HALF] = -1, -1
+    idx[HALF, 0] = 0
     buffer = deep_ep.Buffer(group, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=LOCAL)
     rows, _, handle, *_ = buffer.low_latency_dispatch(
         inputs.x, idx, 16, inputs.num_experts, use_fp8=False
@@ -224,6 +229,13 @@ def other_choices(rank, num_ranks, group, has_hook):
         text = rf"source_idx\[{token}, \d\] = \d+ .the plan was made of"
         refused_next(is_wrong, handle.plan.exchange, lambda: combine(idx), text)
         assert torch.equal(combine(idx), want)
+    for without in (EMPTY, HALF):  # an expert where the dispatch had none
+        if is_wrong:
+            idx[without, 1] = topk
+        combine(idx)
+        idx.copy_(good)
+        text = rf"source_idx\[{without}, 1\] = {topk} .the plan was made of -1"
+        refused_next(is_wrong, handle.plan.exchange, lambda: combine(idx), text)
 
 
 @pytest.mark.parametrize("has_hook", [False, True])

@@ -54,6 +54,19 @@ TEST(FaultTextTest, SaysWhatTheHostFoundAfterATimeout) {
   );
 }
 
+TEST(FaultTextTest, NamesWhatWasWaitedFor) {
+  FaultRecord fault = fault_of(FaultKind::kTimeout, Op::kCombine);
+  const auto text = [&](WaitFor what) {
+    fault.waiting_for = what;
+    return fault_text(fault, some_rank());
+  };
+  EXPECT_NE(text(WaitFor::kWhole).find("for the end of the call of rank 2"), std::string::npos);
+  EXPECT_NE(text(WaitFor::kGrid).find("for blocks of its own of rank 2"), std::string::npos);
+  EXPECT_NE(
+      text(WaitFor::kStage).find("for rows in its shared memory of rank 2"), std::string::npos
+  );
+}
+
 TEST(FaultTextTest, SaysWhyAPeerRefusedIfItsHostDid) {
   const FaultRecord fault = fault_of(FaultKind::kRefused, Op::kCombine);
   EXPECT_EQ(fault_text(fault, some_rank()), "combine: rank 2 refused the call");

@@ -268,7 +268,8 @@ class LowLatencyMode:
         tensor than dispatch's takes some launches more, and that one must not have changed); slots
         that name no expert do not count, nor do those of ranks that are masked by now (their rows
         must be numbers all the same). A slot with another expert than the dispatch had is refused
-        on all ranks; on GPUs the token's sum is NaN, and the rank's next call is refused.
+        on all ranks; on GPUs the rank's next call is refused, and the token's sum is NaN if the
+        dispatch had an expert there.
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
         use_logfmt, not with zero_copy and for an H that is a multiple of 128: sums travel in ten
