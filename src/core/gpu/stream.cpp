@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/gpu/stream.hpp"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <set>
@@ -9,6 +10,7 @@
 
 #include "core/clock.hpp"
 #include "core/gpu/check.hpp"
+#include "core/gpu/short_copies.hpp"
 
 namespace weft {
 namespace {
@@ -41,6 +43,17 @@ class StreamPool {
     }
   }
 
+  [[nodiscard]] cudaStream_t make(int gpu, int priority) {
+    const std::lock_guard lock(mutex_);
+    const RelaxedCapture no_capture;
+    const CudaDeviceGuard guard(gpu);
+    cudaStream_t stream = nullptr;
+    WEFT_CUDA(Context{}, cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
+    begin(stream, streams_[gpu]);
+    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
+    return stream;
+  }
+
  private:
   // Of one GPU.
   struct Streams {
@@ -51,16 +64,20 @@ class StreamPool {
     void* scratch = nullptr;
   };
 
-  static void add_streams(int gpu, Streams& streams) {
-    const RelaxedCapture no_capture;
-    const CudaDeviceGuard guard(gpu);
+  static void begin(cudaStream_t stream, Streams& streams) {
     if (streams.scratch == nullptr) {
       WEFT_CUDA(Context{}, cudaMalloc(&streams.scratch, 1));
     }
+    WEFT_CUDA(Context{}, cudaMemsetAsync(streams.scratch, 0, 1, stream));
+  }
+
+  static void add_streams(int gpu, Streams& streams) {
+    const RelaxedCapture no_capture;
+    const CudaDeviceGuard guard(gpu);
     std::vector<cudaStream_t> added(kStreamsAtOnce);
     for (cudaStream_t& stream : added) {
       WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-      WEFT_CUDA(Context{}, cudaMemsetAsync(streams.scratch, 0, 1, stream));
+      begin(stream, streams);
     }
     for (const cudaStream_t stream : added) {
       WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
@@ -82,19 +99,29 @@ StreamPool& pool() {
 
 GpuStream::GpuStream(int gpu) : stream_(pool().take(gpu)) {}
 
+cudaStream_t make_urgent_stream(int gpu, Urgency urgency) {
+  const CudaDeviceGuard guard(gpu);
+  int least = 0;  // a larger number than the greatest
+  int greatest = 0;
+  WEFT_CUDA(Context{}, cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  return pool().make(gpu, std::min(greatest + static_cast<int>(urgency), least));
+}
+
 cudaStream_t short_work_stream(int gpu) {
-  static auto& streams = *new std::map<int, GpuStream>;  // memory may be freed after static objects
+  static auto& streams = *new std::map<int, cudaStream_t>;  // used after static objects are gone
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   auto found = streams.find(gpu);
   if (found == streams.end()) {
-    found = streams.emplace(gpu, GpuStream(gpu)).first;
+    found = streams.emplace(gpu, make_urgent_stream(gpu, Urgency::kShortWork)).first;
   }
-  return found->second.get();
+  return found->second;
 }
 
 void reserve_streams(int gpu) {
   pool().reserve(gpu);
+  static_cast<void>(short_work_stream(gpu));
+  reserve_short_copies();
 }
 
 void wait_for_stream(

@@ -6,6 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 
@@ -27,14 +28,21 @@ class GpuStream {
   std::shared_ptr<CUstream_st> stream_;
 };
 
+// The streams by which the host ends waits of kernels. What is queued behind such a kernel, in any
+// stream of its hardware queue, waits with it. Streams of different priorities share no hardware
+// queue, so that these have priorities of their own, above those that callers use.
+enum class Urgency : uint8_t { kShortWork, kRepetition };
+
+// Makes such a stream, which is the caller's. Throws Error kCuda.
+[[nodiscard]] cudaStream_t make_urgent_stream(int gpu, Urgency urgency);
+
 // The process's stream for what is soon done and waits for nothing: copies of some bytes, taking
-// and freeing memory. All ranks that share the GPU as threads use it. Fewer streams are better
-// here: those that share a hardware queue wait for each other. Throws Error kCuda.
+// and freeing memory. All ranks that share the GPU as threads use it. Throws Error kCuda.
 [[nodiscard]] cudaStream_t short_work_stream(int gpu);
 
-// Makes streams if fewer than 16 are left to be taken. An exchange calls it while it is made: later
-// on a peer on the same GPU may wait for this rank in a kernel, and that kernel may hold up the
-// making of streams until its deadline. Throws Error kCuda.
+// Makes streams if fewer than 16 are left to be taken, and that for short work. An exchange calls
+// it while it is made: later on a peer on the same GPU may wait for this rank in a kernel, and that
+// kernel may hold up the making of streams until its deadline. Throws Error kCuda.
 void reserve_streams(int gpu);
 
 // Waits for the work of the stream. Looks now and then meanwhile, at the latest every 25 ms;

@@ -121,7 +121,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
       context_.num_ranks
   );
   if (settings_.on_peer_loss == PeerLoss::kRepeat) {
-    repeats_ = std::make_unique<CallRepeats>(context_);
+    repeats_ = std::make_unique<CallRepeats>(settings_.device.index, context_);
   }
   if (invitation) {
     rejoin(group, *invitation);
@@ -242,24 +242,11 @@ void CudaExchange::set_epoch(uint64_t epoch) {
   num_copies_ = static_cast<uint32_t>(epoch);
   const cudaStream_t stream = own_->stream.get();
   uint32_t* const place = &own_->local.get()->epoch;
-  WEFT_CUDA(context_, cudaMemcpyAsync(place, &epoch, sizeof epoch, cudaMemcpyHostToDevice, stream));
+  write_short(place, &epoch, sizeof epoch, stream, context_);
   const GateState gate = {.passed = epoch, .whole = epoch};
-  WEFT_CUDA(
-      context_,
-      cudaMemcpyAsync(&own_->local.get()->gate, &gate, sizeof gate, cudaMemcpyHostToDevice, stream)
-  );
+  write_short(&own_->local.get()->gate, &gate, sizeof gate, stream, context_);
   const uint32_t has_gates = repeats_ ? 1 : 0;
-  WEFT_CUDA(
-      context_,
-      cudaMemcpyAsync(
-          &own_->local.get()->has_gates,
-          &has_gates,
-          sizeof has_gates,
-          cudaMemcpyHostToDevice,
-          stream
-      )
-  );
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  write_short(&own_->local.get()->has_gates, &has_gates, sizeof has_gates, stream, context_);
 }
 
 CudaExchange::~CudaExchange() {

@@ -16,6 +16,7 @@
 #include "call/executor.hpp"
 #include "core/check.hpp"
 #include "core/gpu/check.hpp"
+#include "core/gpu/short_copies.hpp"
 #include "core/gpu/stream.hpp"
 #include "cuda/exchange/fault_text.hpp"
 #include "cuda/exchange/loss_watch.hpp"
@@ -443,9 +444,9 @@ class CudaExchange final : public Executor {
 
 template <class T>
 T CudaExchange::read_gpu(const void* from, cudaStream_t stream) const {
+  static_assert(sizeof(T) <= kShortCopyBytes);
   T value;
-  WEFT_CUDA(context_, cudaMemcpyAsync(&value, from, sizeof value, cudaMemcpyDeviceToHost, stream));
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  read_short(&value, from, sizeof value, stream, context_);
   return value;
 }
 

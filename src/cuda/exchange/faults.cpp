@@ -97,8 +97,7 @@ void CudaExchange::stop_kernels(uint32_t call) {
   LocalState* const local = own_->local.get();
   const cudaStream_t stream = short_work_stream(settings_.device.index);
   const auto put = [&](void* to, const void* from, size_t bytes) {
-    WEFT_CUDA(context_, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
-    WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+    write_short(to, from, bytes, stream, context_);
   };
   put(&local->broken_epoch, &call, sizeof call);
   put(&local->stopped, &kState, sizeof kState);

@@ -173,10 +173,7 @@ void CudaExchange::repeat_calls(const LossWatch::Agreement& agreed) {
   if (!is_again) {
     constexpr uint32_t kOpen = 0;
     uint32_t* const place = &own_->local.get()->gate.is_held;
-    WEFT_CUDA(
-        context_, cudaMemcpyAsync(place, &kOpen, sizeof kOpen, cudaMemcpyHostToDevice, stream)
-    );
-    WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+    write_short(place, &kOpen, sizeof kOpen, stream, context_);
   }
 }
 
@@ -189,8 +186,7 @@ void CudaExchange::release_gates() const {
   constexpr uint32_t kOff = 1;
   const cudaStream_t stream = short_work_stream(settings_.device.index);
   uint32_t* const place = &own_->local.get()->gate.is_off;
-  WEFT_CUDA(context_, cudaMemcpyAsync(place, &kOff, sizeof kOff, cudaMemcpyHostToDevice, stream));
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  write_short(place, &kOff, sizeof kOff, stream, context_);
 }
 
 void CudaExchange::await_gates(cudaStream_t stream) {
@@ -230,10 +226,8 @@ void CudaExchange::hear_repeats() {
 }
 
 void CudaExchange::set_local(LocalState* to, const LocalState& now) const {
-  const cudaStream_t stream = quiet_stream();
   const size_t bytes = offsetof(LocalState, wait_ns);  // which goes on
-  WEFT_CUDA(context_, cudaMemcpyAsync(to, &now, bytes, cudaMemcpyHostToDevice, stream));
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  write_short(to, &now, bytes, quiet_stream(), context_);
 }
 
 void CudaExchange::go_on_without(uint32_t lost, uint64_t last_call, bool is_queue_void) {
@@ -251,11 +245,10 @@ void CudaExchange::go_on_without(uint32_t lost, uint64_t last_call, bool is_queu
     const GateState gate = {.passed = epoch, .whole = epoch};
     GateState* const place = &own_->local.get()->gate;
     const auto put = [&](void* to, const void* from, size_t bytes) {
-      WEFT_CUDA(context_, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, quiet_stream()));
+      write_short(to, from, bytes, quiet_stream(), context_);
     };
     put(place, &gate, offsetof(GateState, number));  // one that holds goes on
     put(&place->is_off, &gate.is_off, sizeof gate.is_off);
-    WEFT_CUDA(context_, cudaStreamSynchronize(quiet_stream()));
   }
   if (is_queue_void) {
     if (repeats_) {

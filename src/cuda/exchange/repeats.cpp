@@ -4,18 +4,15 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/gpu/stream.hpp"
+
 namespace weft {
 
-CallRepeats::CallRepeats(const Context& context) {
+CallRepeats::CallRepeats(int gpu, const Context& context)
+    : stream_(make_urgent_stream(gpu, Urgency::kRepetition)) {
   done_.create(2, context);
   done_.get()[0] = 0;
   done_.get()[1] = 0;
-  int least = 0;
-  int greatest = 0;
-  WEFT_CUDA(context, cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  cudaStream_t stream = nullptr;
-  WEFT_CUDA(context, cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest));
-  stream_.reset(stream);
 }
 
 bool CallRepeats::try_lock() {

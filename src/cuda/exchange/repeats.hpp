@@ -26,7 +26,7 @@ class CallRepeats {
   // Gates, with what the caller launches between; about a thousand launches fill a queue. A guess.
   static constexpr uint64_t kMostAhead = 8;
 
-  explicit CallRepeats(const Context& context);
+  CallRepeats(int gpu, const Context& context);
 
   // Held by a call from its beginning until it is queued. The same thread may take it again.
   class Lock {
@@ -107,8 +107,7 @@ class CallRepeats {
  private:
   std::recursive_mutex mutex_;
   int depth_ = 0;  // how often the thread that has locked it has
-  // Its priority is higher than that of callers' streams, with which it must not share a hardware
-  // queue: the work behind a gate that holds would keep back what ends that.
+  // Of Urgency::kRepetition: the work behind a gate that holds would keep back what ends that.
   std::unique_ptr<CUstream_st, CudaDeleter<cudaStreamDestroy>> stream_;
   PinnedBuffer<uint64_t> done_;  // GateLaunch's
   std::atomic<uint64_t> opened_ = 0;

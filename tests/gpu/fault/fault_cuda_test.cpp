@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "core/gpu/check.hpp"
+#include "core/gpu/short_copies.hpp"
+#include "core/gpu/stream.hpp"
 #include "cuda/exchange/fault_text.hpp"
 #include "gpu/barrier_cuda.hpp"
 #include "gpu/device_bytes.hpp"
@@ -475,6 +477,48 @@ TEST_F(GpuBarrierTest, EndsAWaitInSharedMemory) {
   const std::string text = fault_text(*me.fault, me);
   EXPECT_NE(text.find("for rows in its shared memory of rank 0 in call 1"), std::string::npos)
       << text;
+}
+
+// The host ends waits by copies of some bytes, whatever streams its caller has, and while another
+// thread looks at a result.
+TEST_F(GpuBarrierTest, ShortCopiesAreMadeWhileEveryStreamWaits) {
+  const DeviceBytes memory = device_bytes(sizeof(int));
+  const PinnedBytes pinned = pinned_bytes(2 * sizeof(int));
+  auto* const numbers = reinterpret_cast<int*>(pinned.get());
+  const auto set_has_ended = [&](int now) { *static_cast<volatile int*>(numbers) = now; };
+  reserve_streams(0);
+  set_has_ended(1);
+  launch_wait_for_host(numbers, cudaStreamLegacy);  // loads the kernels
+  WEFT_CUDA(Context{}, cudaDeviceSynchronize());
+  set_has_ended(0);
+  std::vector<cudaStream_t> streams(40);  // more than a process has hardware queues
+  for (cudaStream_t& stream : streams) {
+    WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    launch_wait_for_host(numbers, stream);
+  }
+  launch_wait_for_host(numbers, cudaStreamLegacy);
+  std::atomic<bool> looks = false;
+  std::thread looker([&] {
+    int seen = 0;
+    looks = true;
+    EXPECT_EQ(cudaMemcpy(&seen, memory.get(), sizeof seen, cudaMemcpyDeviceToHost), cudaSuccess);
+  });
+  while (!looks) {
+    std::this_thread::yield();
+  }
+  std::this_thread::sleep_for(50ms);  // into its copy
+  const int sent = 7;
+  int read = 0;
+  write_short(memory.get(), &sent, sizeof sent, short_work_stream(0), Context{});
+  read_short(&read, memory.get(), sizeof read, short_work_stream(0), Context{});
+  EXPECT_EQ(numbers[1], 0) << "the copies waited for a kernel that waits for the host";
+  EXPECT_EQ(read, sent);
+  set_has_ended(1);
+  looker.join();
+  WEFT_CUDA(Context{}, cudaDeviceSynchronize());
+  for (const cudaStream_t stream : streams) {
+    WEFT_CUDA(Context{}, cudaStreamDestroy(stream));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(

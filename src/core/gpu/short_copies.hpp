@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies of some bytes between the host and a GPU, through pinned memory of the process. A copy
+// from or to any other memory of the host may have to wait for one of another thread, such as a
+// caller's look at a result: that one waits for a kernel, which may wait for what this one brings.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "core/context.hpp"
+
+namespace weft {
+
+inline constexpr size_t kShortCopyBytes = 4096;  // at most; a page
+
+// Takes the pinned memory, which must not happen while kernels wait. Throws Error kCuda.
+void reserve_short_copies();
+
+// They return when the copy has been made. Throw Error kCuda.
+void read_short(
+    void* to, const void* from, size_t bytes, cudaStream_t stream, const Context& context
+);
+void write_short(
+    void* to, const void* from, size_t bytes, cudaStream_t stream, const Context& context
+);
+
+}  // namespace weft
