@@ -53,9 +53,6 @@ class CombineOwn {
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
       const int32_t entry = place.entry[step];
-      if constexpr (kScaled && !kByChoice) {
-        check_unused(place, step);
-      }
       if (shape_.has(step) && entry >= 0) {
         const int64_t at = static_cast<int64_t>(entry) * max_topk_ + in_entry(step);
         if constexpr (kByChoice) {
@@ -80,13 +77,18 @@ class CombineOwn {
     item.chunk = place.chunk;
     item.count = count_of(place.first);
     item.out_row = place.first + lane_index();
+    uint32_t unused = 0;  // positions, where tokens have fewer routes than choices
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
       if (shape_.has(step)) {
         item.used[step] = __ballot_sync(kAllLanes, numbers.is_used[step]);
         item.row[step] = numbers.slot[step];
         item.scale[step] = numbers.scale[step];
+        unused |= __ballot_sync(kAllLanes, is_choice(place, step)) & ~item.used[step];
       }
+    }
+    if (kScaled && !kByChoice && call_.source_idx != nullptr && unused != 0) [[unlikely]] {
+      check_choices(place.first);
     }
     return item;
   }
@@ -118,16 +120,17 @@ class CombineOwn {
   }
 
  private:
+  [[nodiscard]] __device__ __forceinline__ bool is_choice(const Place& place, int step) const {
+    return shape_.entry[step] < count_of(place.first) && in_entry(step) < call_.topk;
+  }
+
   // Tells of a choice that the caller names where the plan has none, which no row stands for.
-  __device__ __forceinline__ void check_unused(const Place& place, int step) const {
-    const int token = shape_.entry[step];
-    const int k = in_entry(step);
-    if (call_.source_idx == nullptr || token >= count_of(place.first) || k >= call_.topk) {
-      return;
-    }
-    const int32_t entry = place.entry[step];
-    if (entry < 0 || call_.plan.heads(0)[entry].num_routes < call_.topk) {
-      static_cast<void>(counted_weight(call_, place.first + token, k, 0.0F));
+  __device__ __forceinline__ void check_choices(int first) const {
+    const int count = count_of(first) * call_.topk;
+#pragma unroll 1
+    for (int i = lane_index(); i < count; i += kWarpLanes) {
+      const int token = i / call_.topk;
+      static_cast<void>(counted_weight(call_, first + token, i - token * call_.topk, 0.0F));
     }
   }
 
