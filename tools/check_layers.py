@@ -36,7 +36,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]')
 CUDA = re.compile(r"^(cuda(?!/)|cub/|cutlass/|cute/|thrust/|cooperative_groups|nccl\.|nv[^/]*\.h)")
 TORCH = re.compile(r"^(torch|ATen|c10)/")
 CUDA_PLACES = re.compile(
-    r"^(src/core/gpu/|src/cuda/|src/hosts/|lab/train/gpu/|tests/gpu/|tests/lab/gpu/)|(_cuda|_rivals?)\.(cpp|cu|hpp|cuh)$"
+    r"^(src/core/gpu/|src/cuda/|src/hosts/|tests/gpu/)|(_cuda|_rivals?)\.(cpp|cu|hpp|cuh)$"
 )
 
 

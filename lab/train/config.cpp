@@ -90,7 +90,6 @@ uint64_t signature(const TrainConfig& config) {
   add("replicas", config.replicas);
   add("seed", config.seed);
   add("dtype", config.dtype);
-  add("device", config.device.kind);
   add("learning_rate", config.learning_rate);
   add("warmup_steps", config.warmup_steps);
   add("weight_decay", config.weight_decay);
@@ -120,11 +119,6 @@ void validate(const TrainConfig& config, int num_ranks) {
   require(
       config.dtype == DType::kFloat32 || config.dtype == DType::kBFloat16,
       "dtype {} (float32 or bfloat16)",
-      dtype_name(config.dtype)
-  );
-  require(
-      config.dtype == DType::kBFloat16 || config.device.kind == Device::Kind::kCpu,
-      "dtype {} on a GPU (bfloat16)",
       dtype_name(config.dtype)
   );
   const int64_t row_bytes = config.model.hidden * dtype_bytes(config.dtype);

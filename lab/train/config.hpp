@@ -42,7 +42,6 @@ void visit_fields(const ModelConfig& model, const Visit& visit) {
 struct OverlapConfig {
   bool is_on = false;  // the forward of one runs with the backward of the one before it
   bool delays_weight_gradients = false;  // of experts: behind those that the exchange waits for
-  CopyEngines copy_engines = CopyEngines::kAuto;  // on GPUs; auto: as WEFT_COPY_ENGINES says
 };
 
 struct TrainConfig {
@@ -52,8 +51,7 @@ struct TrainConfig {
   OverlapConfig overlap = {};
   int replicas = 0;  // of experts, places on each rank in every micro-batch
   uint64_t seed = 1;
-  DType dtype = DType::kFloat32;  // of the rows that travel: kFloat32, or kBFloat16 as on any GPU
-  Device device = {};             // where tokens meet the model; the same kind on every rank
+  DType dtype = DType::kFloat32;  // of the rows that travel: kFloat32 or kBFloat16
 
   float learning_rate = 3e-3F;
   int64_t warmup_steps = 20;  // linear from zero

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the layers of a rank share: its phases, scratch memory, and the calls of the exchange with
-// rows in the type that layers compute in. HostRank computes on the host's cores, GpuRank
-// (gpu/rank.hpp) on a GPU; the layers (layers/block.hpp, step_model.hpp) are templates over the
-// two.
+// rows in the type that layers compute in. The layers (layers/block.hpp, step_model.hpp) call it.
 #pragma once
 
 #include <algorithm>
@@ -127,10 +125,9 @@ struct MoeContext {
 };
 
 // Overwritten by every layer of every micro-batch, only on the compute lane.
-template <class Math>
 struct Scratch {
-  typename Math::template Array<float> grad_normed;                 // [num_tokens, hidden]
-  typename Math::template Array<typename Math::Value> grad_logits;  // [num_tokens, num_experts]
+  std::vector<float> grad_normed;  // [num_tokens, hidden]
+  std::vector<float> grad_logits;  // [num_tokens, num_experts]
 
   // `most_tokens` of a micro-batch.
   Scratch(int64_t most_tokens, const ModelConfig& config) {
@@ -139,19 +136,10 @@ struct Scratch {
   }
 };
 
-class HostRank {
+class Rank {
  public:
-  using Math = HostMath;
-  // Rows that experts are through with can go at once.
-  static constexpr bool kReleasesRows = true;
-
-  HostRank(const Group&, MoeContext& context, int64_t most_tokens)
+  Rank(MoeContext& context, int64_t most_tokens)
       : context_(&context), scratch_(most_tokens, context.config) {}
-
-  // Whose gradients are kept apart.
-  [[nodiscard]] static Shards shards_of(const MicroBatch& micro_batch) {
-    return micro_batch.shards;
-  }
 
   // Starts a phase of a lane.
   void start(overlap::Lane lane, Phase phase) { context_->timer_of(lane).start(phase); }
@@ -162,20 +150,11 @@ class HostRank {
     }
   }
 
-  // Waits for both lanes; throws what they found.
-  void synchronize() {}
-  template <class T>
-  void fetch(const std::vector<T>& from, std::vector<T>& to) {
-    to = from;
-  }
-
   // --- the exchange, collective, on its lane ---
   [[nodiscard]] CountedPlan plan(int64_t num_tokens, const int32_t* topk_idx);  // [tokens, topk]
-  // x [num_tokens, hidden]; weights from [num_tokens, topk] to [plan.num_rows()]. With
-  // `is_overlapped` the device computes at the same time; so in combine.
+  // x [num_tokens, hidden]; weights from [num_tokens, topk] to [plan.num_rows()].
   [[nodiscard]] Buffer dispatch(
       const CountedPlan& counted,
-      bool is_overlapped,
       const float* x,
       const std::optional<TravellingWeights>& weights = {}
   );
@@ -183,35 +162,28 @@ class HostRank {
   // [num_tokens, topk].
   void combine(
       const CountedPlan& counted,
-      bool is_overlapped,
       const float* rows,
       float* x,
       const std::optional<TravellingWeights>& weights = {}
   );
   // Weights of replicas and their gradients (replicas.hpp), by the exchange that has them: topk_idx
-  // [num_tokens, num_ranks - 1] in the host's memory; from [num_tokens, hidden] to
+  // [num_tokens, num_ranks - 1]; from [num_tokens, hidden] to
   // [moves.num_rows(), hidden], and back.
   [[nodiscard]] Plan plan_weights(int64_t num_tokens, const std::vector<int32_t>& topk_idx);
-  void send_weights(const Plan& moves, bool is_overlapped, const float* from, float* to);
-  void sum_gradients(const Plan& moves, bool is_overlapped, const float* from, float* to);
-  // Also on its lane: to += from; to = from, rounded to what products take, or as it is.
-  void add(const float* from, float* to, int64_t size) { HostMath::add(from, to, size); }
-  void round(const float* from, float* to, int64_t size) { copy(from, to, size); }
-  void copy(const float* from, float* to, int64_t size) { std::copy_n(from, size, to); }
-  void clear(std::vector<float>& array) { math_.clear(array); }
-
+  void send_weights(const Plan& moves, const float* from, float* to);
+  void sum_gradients(const Plan& moves, const float* from, float* to);
   // Rows that a dispatch brought: themselves, or converted into `scratch`.
   [[nodiscard]] const float* values(const Buffer& rows, std::vector<float>& scratch) const;
 
-  [[nodiscard]] HostMath& math() { return math_; }
-  [[nodiscard]] Scratch<HostMath>& scratch() { return scratch_; }
+  [[nodiscard]] Math& math() { return math_; }
+  [[nodiscard]] Scratch& scratch() { return scratch_; }
   [[nodiscard]] MoeContext& context() { return *context_; }
   [[nodiscard]] const ModelConfig& config() const { return context_->config; }
 
  private:
   MoeContext* context_;
-  HostMath math_;
-  Scratch<HostMath> scratch_;
+  Math math_;
+  Scratch scratch_;
   std::vector<uint16_t> sent_;  // rows on their way as bf16
   std::vector<uint16_t> arrived_;
 };

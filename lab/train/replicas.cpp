@@ -14,7 +14,6 @@ std::optional<Exchange> make_replica_exchange(const Group& group, const TrainCon
       .max_tokens = num_own * 3 * model.expert_hidden,
       .num_experts = group.num_ranks() * config.replicas,
       .max_topk = group.num_ranks() - 1,  // a rank has at most one replica of an expert
-      .device = config.device,
       .transport = config.transport,
       .num_threads = config.num_threads,
       .timeout = config.timeout};

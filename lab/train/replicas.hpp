@@ -26,19 +26,14 @@ namespace weft::moe {
     const Group& group, const TrainConfig& config
 );
 
-// This rank's replicas of one block's experts for one micro-batch. Rank: as for Block
-// (layers/block.hpp). What it keeps lies in the memory of the device.
-template <class Rank>
+// This rank's replicas of one block's experts for one micro-batch.
 class Replicas {
  public:
-  using Math = typename Rank::Math;
-  using Value = typename Math::Value;
-  using Weights = typename Experts<Math>::Weights;
+  using Weights = Experts::Weights;
 
   // Collective, on the lane of exchanges. Brings the weights that `balanced` places here and clears
-  // their gradients; `masters` are all of this rank's experts. With `is_overlapped` the device
-  // computes at the same time, also below.
-  void bring(Rank& rank, bool is_overlapped, const Plan& balanced, const Weights& masters) {
+  // their gradients; `masters` are all of this rank's experts.
+  void bring(Rank& rank, const Plan& balanced, const Weights& masters) {
     const ModelConfig& model = rank.config();
     hidden_ = model.hidden;
     size_out_ = int64_t{model.expert_hidden} * hidden_;
@@ -51,16 +46,16 @@ class Replicas {
       return;  // on all ranks
     }
     moves_ = plan_moves(rank, balanced);
-    pack_weights(rank);
+    pack_weights();
     values_.resize(static_cast<size_t>(moves_->num_rows() * hidden_));
     grads_.resize(values_.size());
-    rank.clear(grads_);
-    rank.send_weights(*moves_, is_overlapped, packed_.data(), values_.data());
+    std::ranges::fill(grads_, 0.0F);
+    rank.send_weights(*moves_, packed_.data(), values_.data());
     const auto here = placement.subspan(static_cast<size_t>(balanced.rank()) * num_places);
     int64_t begin = 0;
     for (size_t place = 0; place < num_places; ++place) {
       if (here[place] >= 0) {
-        const Value* value = values_.data() + begin;
+        const float* value = values_.data() + begin;
         float* grad = grads_.data() + begin;
         places_[place] = {value, value + 2 * size_out_, grad, grad + 2 * size_out_};
         begin += 3 * size_out_;
@@ -69,22 +64,22 @@ class Replicas {
   }
   // Collective, on the lane of exchanges. Brings the sums of the gradients of all replicas, in fp32
   // in the order of their ranks, to the ranks of the masters.
-  void return_gradients(Rank& rank, bool is_overlapped) {
+  void return_gradients(Rank& rank) {
     if (moves_) {
       sums_.resize(packed_.size());
-      rank.sum_gradients(*moves_, is_overlapped, grads_.data(), sums_.data());
+      rank.sum_gradients(*moves_, grads_.data(), sums_.data());
     }
   }
   // Adds those to the gradients of the masters, on the lane that computes: whoever else adds to
   // these does so there.
-  void add_to_masters(Math& math) {
+  void add_to_masters() {
     if (!moves_) {
       return;
     }
     const float* from = sums_.data();
     for (const int64_t own : copied_) {
-      math.add(from, masters_.grad_in + own * 2 * size_out_, 2 * size_out_);
-      math.add(from + 2 * size_out_, masters_.grad_out + own * size_out_, size_out_);
+      Math::add(from, masters_.grad_in + own * 2 * size_out_, 2 * size_out_);
+      Math::add(from + 2 * size_out_, masters_.grad_out + own * size_out_, size_out_);
       from += 3 * size_out_;
     }
   }
@@ -93,9 +88,6 @@ class Replicas {
   [[nodiscard]] std::span<const Weights> places() const { return places_; }
 
  private:
-  template <class T>
-  using Array = typename Math::template Array<T>;
-
   // Every row of weights of an expert goes to all its replicas, by ascending rank.
   [[nodiscard]] Plan plan_moves(Rank& rank, const Plan& balanced) {
     const std::span<const int32_t> placement = balanced.placement();
@@ -123,12 +115,12 @@ class Replicas {
     return rank.plan_weights(static_cast<int64_t>(copied_.size()) * num_rows, topk_idx);
   }
 
-  void pack_weights(Rank& rank) {
+  void pack_weights() {
     packed_.resize(copied_.size() * static_cast<size_t>(3 * size_out_));
-    Value* to = packed_.data();
+    float* to = packed_.data();
     for (const int64_t own : copied_) {
-      rank.copy(masters_.in + own * 2 * size_out_, to, 2 * size_out_);
-      rank.copy(masters_.out + own * size_out_, to + 2 * size_out_, size_out_);
+      std::copy_n(masters_.in + own * 2 * size_out_, 2 * size_out_, to);
+      std::copy_n(masters_.out + own * size_out_, size_out_, to + 2 * size_out_);
       to += 3 * size_out_;
     }
   }
@@ -138,10 +130,10 @@ class Replicas {
   Weights masters_;
   std::vector<int64_t> copied_;  // of this rank's experts, those with replicas
   std::optional<Plan> moves_;    // none if there are no replicas
-  Array<Value> packed_;          // [copied, 3 * inner, hidden] an expert's in, then its out
-  Array<float> sums_;            // the same of the gradients that replicas have
-  Array<Value> values_;          // the same of the places that are not empty
-  Array<float> grads_;
+  std::vector<float> packed_;    // [copied, 3 * inner, hidden] an expert's in, then its out
+  std::vector<float> sums_;      // the same of the gradients that replicas have
+  std::vector<float> values_;    // the same of the places that are not empty
+  std::vector<float> grads_;
   std::vector<Weights> places_;
 };
 

@@ -15,13 +15,12 @@ int64_t rows_for(size_t size) {
 
 ExchangeConfig exchange_config(int num_ranks, size_t size, const TrainConfig& config) {
   const int64_t most_own_rows = (rows_for(size) + num_ranks - 1) / num_ranks;
-  const bool is_cpu = config.device.kind == Device::Kind::kCpu;
   return {
       .hidden = kRowElements,
       .max_tokens = num_ranks * most_own_rows,
       .num_experts = num_ranks,
       .max_topk = num_ranks,
-      .transport = is_cpu ? config.transport : "auto",  // stays on the host
+      .transport = config.transport,
       .num_threads = config.num_threads,
       .timeout = config.timeout};
 }

@@ -25,8 +25,7 @@ double least_memory(const TrainConfig& config, int num_ranks) {
   const ModelConfig& model = config.model;
   const ModelLayout layout = make_layout(model, 0, num_ranks);
   const auto shards = static_cast<double>(shards_of_rank(0, num_ranks).size());
-  const bool is_on_gpu = config.device.kind == Device::Kind::kCuda;
-  const auto tokens = is_on_gpu ? 0.0 : static_cast<double>(config.global_batch) / num_ranks;
+  const auto tokens = static_cast<double>(config.global_batch) / num_ranks;
   const double of_token = 6.0 * model.hidden + 2.0 * model.num_experts;
   const double of_route = 2.0 * model.hidden + 6.0 * model.expert_hidden;
   return sizeof(float) * (static_cast<double>(layout.num_replicated) * (2 + shards) +
@@ -46,11 +45,7 @@ const TrainConfig& checked(
         bytes < 0x1p63 ? static_cast<uint64_t>(bytes) : kUnknownBytes - 1,
         fmt::format("a model on {} ranks", here)
     );
-    if (config.device.kind == Device::Kind::kCuda) {
-      check_can_train_on_gpu(config.device.index);
-    } else {
-      check_blas();
-    }
+    check_blas();
     WEFT_CHECK_ARG(
         Context{},
         text.size() > static_cast<size_t>(config.model.window),
@@ -89,10 +84,8 @@ ExchangeConfig exchange_config(const TrainConfig& config, const Group& group) {
       .max_tokens = most_tokens(config, group.num_ranks()),
       .num_experts = config.model.num_experts,
       .max_topk = config.model.topk,
-      .device = config.device,
       .transport = config.transport,
       .num_threads = config.num_threads,
-      .copy_engines = uses_copy_engines(config, group),
       .timeout = config.timeout};
 }
 
@@ -110,33 +103,6 @@ Cut cut(size_t begin, size_t end, size_t slice_begin, size_t slice_size) {
 
 }  // namespace
 
-bool uses_copy_engines(const TrainConfig& config, const Group& group) {
-  if (!config.overlap.is_on || config.device.kind != Device::Kind::kCuda ||
-      group.num_ranks() == 1 || group.topology().domains.size() > 1) {
-    return false;
-  }
-  const CopyEngines choice = config.overlap.copy_engines;
-  return choice == CopyEngines::kAuto
-             ? overlap::overlapped_copies(config.model.hidden, group.num_ranks())
-             : choice == CopyEngines::kAlways;
-}
-
-Exchange make_exchange(
-    const ExchangeConfig& wanted, const std::function<Exchange(const ExchangeConfig&)>& make
-) {
-  try {
-    return make(wanted);
-  } catch (const Error& error) {  // the same code on every rank
-    if (!wanted.copy_engines || error.code() != ErrorCode::kOutOfMemory) {
-      throw;
-    }
-    log(LogLevel::kWarn, "train: no exchanges by copy engines: {}", error.what());
-  }
-  ExchangeConfig config = wanted;
-  config.copy_engines = false;
-  return make(config);
-}
-
 Trainer::Trainer(const Group& group, const TrainConfig& config, std::span<const std::byte> text)
     : group_(group),
       config_(checked(group, config, text)),
@@ -146,10 +112,7 @@ Trainer::Trainer(const Group& group, const TrainConfig& config, std::span<const 
           config.global_batch, config.num_micro_batches, group.rank(), group.num_ranks()
       )),
       layout_(make_layout(config.model, group.rank(), group.num_ranks())),
-      exchange_(make_exchange(
-          exchange_config(config, group),
-          [&](const ExchangeConfig& wanted) { return Exchange(group_, wanted); }
-      )),
+      exchange_(group_, exchange_config(config, group)),
       replica_exchange_(make_replica_exchange(group_, config_)),
       replicated_(group_, layout_.num_replicated + kNumScalars, config_),
       expert_values_(layout_.num_expert),
@@ -171,19 +134,14 @@ Trainer::Trainer(const Group& group, const TrainConfig& config, std::span<const 
   std::ranges::copy(
       replicated_.all().value.subspan(replicated_.own_begin(), own.size()), own.begin()
   );
-  const StepModelParts parts = {
+  model_ = std::make_unique<StepModel>(StepModelParts{
       group_,
       context_,
       micro_batches_,
       config_.overlap,
       layout_,
       {replicated_.all(), {expert_values_, expert_grads_}},
-      &expert_moments_};
-  if (config_.device.kind == Device::Kind::kCuda) {
-    model_ = make_device_model(parts);
-  } else {
-    model_ = std::make_unique<HostModel>(parts);
-  }
+      &expert_moments_});
 }
 
 StepReport Trainer::step() {
@@ -237,7 +195,7 @@ void Trainer::update() {
   update_own(adam);
   model_->update_experts(adam);
   context_.timer.start(Phase::kReduce);
-  broadcast();
+  replicated_.broadcast();
 }
 
 void Trainer::update_own(const AdamStep& adam) {
@@ -255,11 +213,6 @@ void Trainer::update_own(const AdamStep& adam) {
       own.grad.subspan(scalars.begin, scalars.end - scalars.begin),
       own.value.begin() + static_cast<std::ptrdiff_t>(scalars.begin)
   );
-}
-
-void Trainer::broadcast() {
-  replicated_.broadcast();
-  model_->load_replicated();
 }
 
 StepReport Trainer::make_report() {
@@ -307,7 +260,6 @@ int64_t Trainer::num_tokens() const {
 
 // For checkpoints: what this rank owns, as it is now, and of which run.
 std::vector<StatePiece> Trainer::pieces() {
-  model_->store_experts();
   const auto part = [](std::span<float> values, AdamMoments& moments, size_t begin, size_t size) {
     return std::array<std::span<float>, 3>{
         values.subspan(begin, size),
@@ -344,8 +296,7 @@ void Trainer::save(const std::string& path) {
 
 void Trainer::resume(const std::string& path) {
   steps_done_ = read_checkpoint(group_, path, header(), pieces());
-  model_->load_experts();
-  broadcast();
+  replicated_.broadcast();
 }
 
 uint64_t Trainer::fingerprint() {

@@ -96,7 +96,6 @@ class Trainer {
   void compute_gradients();
   void update();
   void update_own(const AdamStep& adam);
-  void broadcast();
   [[nodiscard]] StepReport make_report();
   [[nodiscard]] std::vector<StatePiece> pieces();
   [[nodiscard]] CheckpointHeader header() const;
@@ -119,14 +118,5 @@ class Trainer {
   std::vector<Batch> batches_;
   int64_t steps_done_ = 0;
 };
-
-// Whether copy engines carry the rows of exchanges that share the GPU with computation; the same on
-// every rank if WEFT_COPY_ENGINES is.
-[[nodiscard]] bool uses_copy_engines(const TrainConfig& config, const Group& group);
-
-// make(wanted); without room for copies if that is more than some rank has memory for.
-[[nodiscard]] Exchange make_exchange(
-    const ExchangeConfig& wanted, const std::function<Exchange(const ExchangeConfig&)>& make
-);
 
 }  // namespace weft::moe

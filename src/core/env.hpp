@@ -54,7 +54,6 @@ struct Env {
   CopyEngines copy_engines = CopyEngines::kAuto;  // WEFT_COPY_ENGINES, the same on every rank
 
   // Where cuBLAS is.
-  std::optional<std::string> cublas;       // WEFT_CUBLAS, a file
   std::optional<std::string> virtual_env;  // VIRTUAL_ENV of Python
 
   // Where the user's secret is kept when none is given.

@@ -46,9 +46,9 @@ constexpr BadPiece kBadPieces[] = {
 };
 
 // Throws in the step of that name.
-class FaultyModel : public HostModel {
+class FaultyModel : public StepModel {
  public:
-  FaultyModel(const StepModelParts& parts, std::string_view bad) : HostModel(parts), bad_(bad) {}
+  FaultyModel(const StepModelParts& parts, std::string_view bad) : StepModel(parts), bad_(bad) {}
 
   LossShare forward_backward(std::span<const Batch> batches) override {
     run(batches, [&](const Schedule& good) {
@@ -128,7 +128,7 @@ TEST(OverlappedRefusalTest, ReachesTheCallerAndLeavesTheExchangeUsable) {
       wrong[1].shards = one_shard(static_cast<int64_t>(batches[1].targets.size()));
     }
     const auto run = [&](const std::vector<MicroBatch>& parts, const std::vector<Batch>& tokens) {
-      HostModel model({group, rig.context(), parts, rig.overlap(), rig.layout(), rig.memory()});
+      StepModel model({group, rig.context(), parts, rig.overlap(), rig.layout(), rig.memory()});
       static_cast<void>(model.forward_backward(tokens));
     };
     const auto thrown = test::thrown_by([&] { run(wrong, batches); });

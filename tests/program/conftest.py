@@ -15,7 +15,7 @@ TIMEOUT = 120
 
 # A model that trains some steps in a moment.
 TINY_MODEL = "--window 4 --hidden 16 --expert-hidden 16 --blocks 2 --experts 4 --topk 2 --batch 32".split()
-TINY = [*TINY_MODEL, "--device", "cpu"]
+TINY = TINY_MODEL
 
 
 def clean_environment(**extra):

@@ -45,7 +45,6 @@ struct TrainOptions {
   std::string text_path;
   moe::TrainConfig config;
   RankOptions ranks;
-  DeviceChoice device;
   int64_t steps = 0;   // in all, those of the checkpoint included; 0: no such limit
   double seconds = 0;  // of this run; 0: no such limit
   std::string checkpoint_path;
@@ -91,12 +90,6 @@ void agree_on_options(const Group& group, const TrainOptions& options) {
 
 constexpr double kReportSeconds = 15;  // between two versions of the page
 
-moe::TrainConfig config_of_rank(const TrainOptions& options, int rank) {
-  moe::TrainConfig config = options.config;
-  config.device = options.device.device(rank);
-  return config;
-}
-
 class TrainRun {
  public:
   TrainRun(
@@ -109,7 +102,7 @@ class TrainRun {
         options_(options),
         stop_(stop),
         is_speaker_(group.rank() == 0),
-        trainer_(group, config_of_rank(options, group.rank()), text),
+        trainer_(group, options.config, text),
         record_{options.config.model},
         progress_("train", is_speaker_) {
     if (options.is_resumed) {
@@ -120,8 +113,6 @@ class TrainRun {
         .text_bytes = static_cast<int64_t>(text.size()),
         .config = options.config,
         .transport = trainer_.exchange().config().transport,
-        .num_gpus = is_on_gpu() ? std::min(options.device.num_gpus, group.num_ranks()) : 0,
-        .is_copied = trainer_.exchange().config().copy_engines,
         .num_ranks = group.num_ranks(),
         .num_parameters = trainer_.num_parameters(),
         .num_active_parameters = trainer_.num_active_parameters(),
@@ -147,7 +138,6 @@ class TrainRun {
   }
 
  private:
-  [[nodiscard]] bool is_on_gpu() const { return options_.device.is_on_gpu(); }
   [[nodiscard]] bool has_all_steps() const {
     return options_.steps > 0 && trainer_.steps_done() >= options_.steps;
   }
@@ -233,15 +223,13 @@ class TrainRun {
     }
   }
 
-  // Rank 0 measures the limit (of a host's memory) and reports while the others wait with idle
+  // Rank 0 measures the limit of memory and reports while the others wait with idle
   // cores.
   void finish() {
     if (is_speaker_) {
-      if (!is_on_gpu()) {
-        const moe::TrainConfig& config = options_.config;
-        const int64_t row_bytes = config.model.hidden * dtype_bytes(config.dtype);
-        facts_.rates = copy_rates({.num_ranks = group_.num_ranks(), .row_bytes = row_bytes});
-      }
+      const moe::TrainConfig& config = options_.config;
+      const int64_t row_bytes = config.model.hidden * dtype_bytes(config.dtype);
+      facts_.rates = copy_rates({.num_ranks = group_.num_ranks(), .row_bytes = row_bytes});
       progress_.clear();
       print_result();
       std::fflush(stdout);
@@ -291,7 +279,6 @@ class TrainRun {
 constexpr const char* kFooter =
     R"(The model predicts the next byte of FILE. Its experts live across the ranks; tokens travel to them and
 back only through Weft, forward and backward. The loss depends on the seed, not on the ranks.
-Where there are GPUs the model is on them, in bf16: rank r on GPU r modulo their number.
 
 Ctrl-C (or SIGTERM) finishes the step, saves and reports; a second one stops at once.
 
@@ -300,7 +287,6 @@ Examples:
   weft-lab train book.txt --steps 500 --html run.html    a page with loss curve and load per expert
   weft-lab train book.txt --checkpoint run.ckpt          saved every 100 steps, at the end, on Ctrl-C
   weft-lab train book.txt --checkpoint run.ckpt --resume --steps 1000
-  weft-lab train book.txt --device cpu                   on the cores, in fp32, although there are GPUs
   weft-lab train book.txt --overlap --trace step.json    exchanges under computation; what ran when
   weft-lab train book.txt --save-routing steps.wrt       for `weft plan` and `weft bench --routing`
   mpirun -n 4 weft-lab train book.txt                    ranks started by a launcher)";
@@ -332,11 +318,7 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
   add("--warmup", config.warmup_steps, "Steps in which the learning rate rises");
   add("--seed", config.seed, "Seed of parameters and batches")->check(any_seed());
   add_value(app, "--transport", config.transport, "How rows travel, see `weft info`");
-}
-
-void add_device_options(CLI::App& command, TrainOptions& options) {
-  add_device_option(command, options.device);
-  command.add_option("--dtype", options.config.dtype, "Type of the rows that travel")
+  app.add_option("--dtype", config.dtype, "Type of the rows that travel")
       ->transform(Choice<DType>(
           {{"fp32", DType::kFloat32},
            {"float32", DType::kFloat32},
@@ -344,7 +326,7 @@ void add_device_options(CLI::App& command, TrainOptions& options) {
            {"bfloat16", DType::kBFloat16}},
           "fp32|bf16"
       ))
-      ->default_str("fp32, on GPUs bf16")
+      ->default_str("fp32")
       ->group("Model");
 }
 
@@ -368,22 +350,12 @@ void add_overlap_options(CLI::App& app, TrainOptions& options) {
       "Run the forward of a micro-batch with the backward of the one before; same results";
   constexpr const char* kDelay =
       "Compute gradients of experts' weights where they hide an exchange; same results";
-  constexpr const char* kCopies =
-      "On GPUs: copy engines carry what is exchanged beside computation; same results";
   auto* overlap = app.add_flag("--overlap", config.overlap.is_on, kOverlap)->group("Overlap");
   const auto needs_overlap = [&](CLI::Option* option) {
     return option->group("Overlap")->needs(overlap);
   };
   auto& delays = config.overlap.delays_weight_gradients;
   needs_overlap(app.add_flag("--delay-wgrad", delays, kDelay));
-  needs_overlap(app.add_option("--exchange-copies", config.overlap.copy_engines, kCopies))
-      ->transform(Choice<CopyEngines>(
-          {{"auto", CopyEngines::kAuto},
-           {"never", CopyEngines::kNever},
-           {"always", CopyEngines::kAlways}},
-          "auto|never|always"
-      ))
-      ->default_str("auto: as measured, or as WEFT_COPY_ENGINES says");
   constexpr const char* kTrace = "Write what ran when in the last step of rank 0";
   needs_overlap(app.add_option("--trace", options.trace_path, kTrace));
 }
@@ -409,26 +381,6 @@ void add_file_options(CLI::App& app, TrainOptions& options) {
       ->capture_default_str();
   add("--html", options.html_path, "Write a report page");
   add("--json", options.json_path, "Write the numbers");
-}
-
-// Settles the device and what follows from it: bf16 on GPUs, and ranks as threads where several
-// share one. `command` knows what the user said in words. CUDA stays untouched in this process.
-void choose_devices(const CLI::App& command, TrainOptions& options) {
-  const bool has_dtype = command.count("--dtype") > 0;
-  if (has_dtype && options.config.dtype != DType::kBFloat16 && options.device.wanted == "auto") {
-    options.device.wanted = "cpu";  // GPUs have no answer to it
-  }
-  choose_device(options.device, options.config.transport);
-  if (!options.device.is_on_gpu()) {
-    return;
-  }
-  options.config.device = options.device.device(0);
-  if (!has_dtype) {
-    options.config.dtype = DType::kBFloat16;
-  }
-  if (command.count("--processes") == 0) {
-    options.ranks = with_ranks(options.ranks, options.device, options.ranks.num_ranks);
-  }
 }
 
 // Throws CLI::ValidationError for files that the run would destroy, Error (kFile) for those that it
@@ -471,7 +423,6 @@ void run_train(const CLI::App& command, TrainOptions& options) {
   if (options.config.overlap.is_on && command.count("--micro-batches") == 0) {
     options.config.num_micro_batches = kOverlappedMicroBatches;
   }
-  choose_devices(command, options);
   if (!Group::is_launched()) {
     try {
       moe::validate(options.config, options.ranks.num_ranks);
@@ -497,7 +448,6 @@ void add_train(CLI::App& app) {
   auto options = std::make_shared<TrainOptions>();
   add_limit_options(*command, *options);
   add_model_options(*command, *options);
-  add_device_options(*command, *options);
   add_overlap_options(*command, *options);
   add_replicas_option(*command, *options);
   add_file_options(*command, *options);

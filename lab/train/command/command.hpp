@@ -103,9 +103,7 @@ struct TrainFacts {
   std::string text_path;
   int64_t text_bytes = 0;
   moe::TrainConfig config;
-  std::string transport;   // the one in use
-  int num_gpus = 0;        // in use; 0: the cores
-  bool is_copied = false;  // copy engines carry overlapped exchanges
+  std::string transport;  // the one in use
   int num_ranks = 0;
   int64_t num_parameters = 0;
   int64_t num_active_parameters = 0;

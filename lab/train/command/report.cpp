@@ -36,11 +36,10 @@ std::string micro_batch_text(const TrainFacts& facts) {
     return {};
   }
   return fmt::format(
-      " in {} micro-batches{}{}{}",
+      " in {} micro-batches{}{}",
       config.num_micro_batches,
       config.overlap.is_on ? " that overlap" : "",
-      config.overlap.delays_weight_gradients ? ", weight gradients delayed" : "",
-      facts.is_copied ? ", rows by copy engines" : ""
+      config.overlap.delays_weight_gradients ? ", weight gradients delayed" : ""
   );
 }
 
@@ -175,8 +174,6 @@ Json config_json(const TrainFacts& facts) {
   const auto& config = facts.config;
   Json json = {
       {"ranks", facts.num_ranks},
-      {"executor", facts.num_gpus > 0 ? "cuda" : "cpu"},
-      {"gpus", facts.num_gpus},
       {"transport", facts.transport},
       {"dtype", dtype_name(config.dtype)},
       {"global_batch", config.global_batch},
@@ -184,7 +181,6 @@ Json config_json(const TrainFacts& facts) {
       {"overlap", config.overlap.is_on},
       {"replicas", config.replicas},
       {"delay_wgrad", config.overlap.delays_weight_gradients},
-      {"copy_engines", facts.is_copied},
       {"seed", config.seed}};
   moe::visit_fields(config.model, [&](const char* name, auto value) { json[name] = value; });
   json["num_parameters"] = facts.num_parameters;
@@ -337,7 +333,7 @@ std::string train_headline(const TrainFacts& facts) {
   return fmt::format(
       "{} ({}): {} parameters, {} met by a token\n"
       "{} blocks of {} experts, top-{}, hidden {}, expert hidden {}, window {}\n"
-      "{} ranks{} over {}, {} tokens a step{}, {}, seed {}\n",
+      "{} ranks over {}, {} tokens a step{}, {}, seed {}\n",
       facts.text_path,
       bytes_text(static_cast<double>(facts.text_bytes)),
       count_text(facts.num_parameters),
@@ -349,7 +345,6 @@ std::string train_headline(const TrainFacts& facts) {
       model.expert_hidden,
       model.window,
       facts.num_ranks,
-      facts.num_gpus > 0 ? fmt::format(" on {} GPUs", facts.num_gpus) : "",
       facts.transport,
       count_text(config.global_batch),
       micro_batch_text(facts),
@@ -359,17 +354,16 @@ std::string train_headline(const TrainFacts& facts) {
 }
 
 std::string train_text(const TrainFacts& facts, const TrainRecord& record) {
-  const bool is_on_gpu = facts.num_gpus > 0;
   return fmt::format(
       "\n{}\n{}\n{}\n{}"
-      "What the exchange moved, all ranks together{}\n{}{}\n\n{}\n",
+      "What the exchange moved, all ranks together (copying alone: {:.1f} GB/s)\n{}{}\n\n{}\n",
       loss_table(record).text(),
       phase_text(facts),
       phase_table(record).text(),
       facts.config.overlap.is_on
           ? fmt::format("{}\n{}\n", lane_text(record), lane_table(record).text())
           : "",
-      is_on_gpu ? "" : fmt::format(" (copying alone: {:.1f} GB/s)", facts.rates.scatter),
+      facts.rates.scatter,
       exchange_table(facts, record).text(),
       record.mean_load > 0 ? wait_text(record) + "\n" + balanced_text(record) : wait_text(record),
       load_picture(record)

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The callbacks of a model's nodes (train/step_model.hpp), as steps in the order of
-// weft/overlap.hpp with the steps that each waits for, and two ways to run them: on threads
-// (thread_executor.cpp) and on CUDA streams (stream_executor_cuda.cpp). A run leaves a trace
-// (trace.cpp): a file of it that chrome://tracing and ui.perfetto.dev show, and how much of the
-// exchange nothing hid.
+// weft/overlap.hpp with the steps that each waits for, and how threads run them
+// (thread_executor.cpp). A run leaves a trace (trace.cpp): a file of it that chrome://tracing and
+// ui.perfetto.dev show, and how much of the exchange nothing hid.
 #pragma once
 
 #include <array>
@@ -16,15 +15,11 @@
 
 #include "weft/overlap.hpp"
 
-struct CUstream_st;  // what a cudaStream_t points to
-
 namespace weft::overlap {
 
 // What a callback is told about the lane that it runs on.
 struct LaneContext {
   Lane lane = Lane::kCompute;
-  // What the work is to be enqueued on; null where the callback does the work itself.
-  void* stream = nullptr;
 };
 
 // A callback. What it throws stops the schedule on both lanes and reaches the caller of the run.
@@ -110,19 +105,10 @@ struct LaneTimes {
 
 [[nodiscard]] LaneTimes lane_times(const Trace& trace);
 
-// Both run every step once: those of a lane in the order of the schedule, none before those it
-// waits for. They return what ran when, once all have ended. If a callback throws, no step begins
-// any more, both lanes come to their end, and the first exception is thrown on.
-
-// Each lane is a thread, and callbacks do their work themselves: the compute lane is the caller's
-// thread, the exchange lane a new one. A callback that is running when another throws is waited
-// for.
+// Runs every step once: those of a lane in the order of the schedule, none before those it waits
+// for. The compute lane is the caller's thread, the exchange lane a new one. Returns what ran when,
+// once all have ended. If a callback throws, no step begins any more, one that is running is waited
+// for, and the first exception is thrown on.
 Trace run_on_threads(const Schedule& schedule);
-
-// Each lane is a CUDA stream of one GPU, and callbacks enqueue their work on LaneContext::stream.
-// An exchange stream of higher priority gets free multiprocessors first. Calls every callback from
-// this thread, in the order of issue; waits between the lanes become events of the streams. Returns
-// when both streams are through, with the times of the GPU. Throws Error (kCuda).
-Trace run_on_streams(const Schedule& schedule, CUstream_st* compute, CUstream_st* exchange);
 
 }  // namespace weft::overlap

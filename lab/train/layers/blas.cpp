@@ -100,17 +100,17 @@ void check_blas() {
   );
 }
 
-void HostMath::forward(const ProductShape& s, const float* x, const float* w, float* y) {
+void Math::forward(const ProductShape& s, const float* x, const float* w, float* y) {
   multiply(s.rows, s.out, s.in, CblasNoTrans, x, CblasTrans, w, 0.0F, y);
 }
 
-void HostMath::backward_input(
+void Math::backward_input(
     const ProductShape& s, const float* grad_y, const float* w, float* grad_x
 ) {
   multiply(s.rows, s.in, s.out, CblasNoTrans, grad_y, CblasNoTrans, w, 0.0F, grad_x);
 }
 
-void HostMath::add_backward_input(
+void Math::add_backward_input(
     const ProductShape& s, const float* grad_y, const float* w, float* grad_x
 ) {
   product_.resize(static_cast<size_t>(s.rows * s.in));
@@ -118,7 +118,7 @@ void HostMath::add_backward_input(
   std::transform(product_.begin(), product_.end(), grad_x, grad_x, std::plus<>());
 }
 
-void HostMath::add_backward_weight(
+void Math::add_backward_weight(
     const ProductShape& s, const float* grad_y, const float* x, float* grad_w
 ) {
   multiply(s.out, s.in, s.rows, CblasTrans, grad_y, CblasNoTrans, x, 1.0F, grad_w);

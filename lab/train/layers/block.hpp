@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One block of the model, x += MoE(norm(x)), and the place to see how the library is used: plan,
 // dispatch, experts, combine. Backward of combine is dispatch and backward of dispatch is combine,
-// by the same plan. Rank: HostRank (../rank.hpp) or GpuRank (../gpu/rank.hpp), where each piece
-// queues its work on the stream of its lane. ../step_model.hpp has the blocks.
+// by the same plan. ../step_model.hpp has the blocks.
 #pragma once
 
 #include <cstdint>
@@ -17,47 +16,34 @@
 
 namespace weft::moe {
 
-template <class Rank>
-using ValueOf = typename Rank::Math::Value;
-template <class Rank, class T>
-using ArrayOf = typename Rank::Math::template Array<T>;
-
 // One micro-batch, and what its layers overwrite one after the other. Both lanes use it, each piece
 // of the micro-batch after the one before it.
-template <class Rank>
 struct Tokens {
   Shards shards;
   int64_t num = 0;
-  // Of the micro-batches in a step. With overlap no computation runs at the same time as the
-  // forward of the first and the backward of the last.
-  bool is_first = true;
-  bool is_last = true;
   // [num, hidden] what blocks read and write: tokens, in the backward their gradients.
-  ArrayOf<Rank, float> x;
-  ArrayOf<Rank, ValueOf<Rank>> tokens;         // [num, hidden] on their way out, or come back
-  ArrayOf<Rank, float> grad_weights;           // [num, topk]
-  ArrayOf<Rank, ValueOf<Rank>> expert_out;     // [num_rows, hidden] of experts: rows or gradients
-  ArrayOf<Rank, float> row_grads;              // [num_rows]
-  Buffer grad_rows;                            // [num_rows, hidden] gradients as they arrived
-  const ValueOf<Rank>* grad_values = nullptr;  // the same as experts take them
-  ArrayOf<Rank, ValueOf<Rank>> grad_scratch;
+  std::vector<float> x;
+  std::vector<float> tokens;           // [num, hidden] on their way out, or come back
+  std::vector<float> grad_weights;     // [num, topk]
+  std::vector<float> expert_out;       // [num_rows, hidden] of experts: rows or gradients
+  std::vector<float> row_grads;        // [num_rows]
+  Buffer grad_rows;                    // [num_rows, hidden] gradients as they arrived
+  const float* grad_values = nullptr;  // the same as experts take them
+  std::vector<float> grad_scratch;
 
-  Tokens(Shards the_shards, bool comes_first, bool comes_last, const ModelConfig& config)
+  Tokens(Shards the_shards, const ModelConfig& config)
       : shards(std::move(the_shards)),
         num(shards.back().end),
-        is_first(comes_first),
-        is_last(comes_last),
         x(static_cast<size_t>(num * config.hidden)),
         tokens(x.size()),
         grad_weights(static_cast<size_t>(num * config.topk)) {}
 };
 
 // A norm before a layer.
-template <class Rank>
 class Norm {
  public:
   // For the tokens of one micro-batch, which outlive it. gain: [hidden].
-  Norm(Rank& rank, Tokens<Rank>& tokens, const Weight<ValueOf<Rank>>& gain)
+  Norm(Rank& rank, Tokens& tokens, const Weight& gain)
       : rank_(&rank),
         tokens_(&tokens),
         gain_(gain),
@@ -67,7 +53,7 @@ class Norm {
 
   // Keeps a copy of the tokens' x.
   void forward() {
-    rank_->math().copy(tokens_->x.data(), x_);
+    x_ = tokens_->x;
     rank_->math().norm(shape(), normed_.data());
   }
   // Adds the gradient for x to the tokens' x, from that for normed() in the scratch memory.
@@ -76,7 +62,7 @@ class Norm {
     rank_->math().norm_backward(shape(), grad_normed, tokens_->x.data(), gain_, tokens_->shards);
   }
 
-  [[nodiscard]] const ValueOf<Rank>* normed() const { return normed_.data(); }  // [tokens, hidden]
+  [[nodiscard]] const float* normed() const { return normed_.data(); }  // [tokens, hidden]
   [[nodiscard]] int64_t size() const { return tokens_->num * rank_->config().hidden; }
 
  private:
@@ -85,19 +71,18 @@ class Norm {
   }
 
   Rank* rank_;
-  Tokens<Rank>* tokens_;
-  Weight<ValueOf<Rank>> gain_;
-  ArrayOf<Rank, float> x_;
-  ArrayOf<Rank, float> inverse_rms_;  // [num_tokens]
-  ArrayOf<Rank, ValueOf<Rank>> normed_;
+  Tokens* tokens_;
+  Weight gain_;
+  std::vector<float> x_;
+  std::vector<float> inverse_rms_;  // [num_tokens]
+  std::vector<float> normed_;
 };
 
 // Products of all tokens with w [out, hidden], shard by shard.
-template <class Rank>
 class Linear {
  public:
   // For the tokens of one micro-batch, which outlive it.
-  Linear(Rank& rank, const Tokens<Rank>& tokens, const Weight<ValueOf<Rank>>& weight, int64_t out)
+  Linear(Rank& rank, const Tokens& tokens, const Weight& weight, int64_t out)
       : math_(&rank.math()),
         shards_(&tokens.shards),
         weight_(weight),
@@ -105,19 +90,19 @@ class Linear {
         out_(out) {}
 
   // y [num_tokens, out] = x [num_tokens, hidden] * w^T.
-  void forward(const ValueOf<Rank>* x, float* y) {
+  void forward(const float* x, float* y) {
     for (const Range& shard : *shards_) {
-      math_->forward(shape(shard), x + shard.begin * hidden_, weight_.factor, y + at(shard));
+      math_->forward(shape(shard), x + shard.begin * hidden_, weight_.value, y + at(shard));
     }
   }
   // grad_x += grad_y * w; adds to the gradient of w.
-  void backward(const ValueOf<Rank>* grad_y, const ValueOf<Rank>* x, float* grad_x) {
+  void backward(const float* grad_y, const float* x, float* grad_x) {
     for (size_t i = 0; i < shards_->size(); ++i) {
       const Range& shard = (*shards_)[i];
-      const ValueOf<Rank>* grads = grad_y + at(shard);
+      const float* grads = grad_y + at(shard);
       const int64_t first = shard.begin * hidden_;
       math_->add_backward_weight(shape(shard), grads, x + first, weight_.grad_of(i));
-      math_->add_backward_input(shape(shard), grads, weight_.factor, grad_x + first);
+      math_->add_backward_input(shape(shard), grads, weight_.value, grad_x + first);
     }
   }
 
@@ -127,30 +112,25 @@ class Linear {
   }
   [[nodiscard]] int64_t at(const Range& shard) const { return shard.begin * out_; }
 
-  typename Rank::Math* math_;
+  Math* math_;
   const Shards* shards_;
-  Weight<ValueOf<Rank>> weight_;
+  Weight weight_;
   int64_t hidden_;
   int64_t out_;
 };
 
-template <class Rank>
 class Block {
  public:
-  using Value = ValueOf<Rank>;
-  template <class T>
-  using Array = ArrayOf<Rank, T>;
-
   // For the tokens of one micro-batch, which outlive it.
-  Block(Rank& rank, Tokens<Rank>& tokens, const BlockLayout& layout, const Weights<Value>& weights)
+  Block(Rank& rank, Tokens& tokens, const BlockLayout& layout, const Weights& weights)
       : rank_(&rank),
         tokens_(&tokens),
         norm_(rank, tokens, weights.replicated.at(layout.norm)),
         router_(rank, tokens, weights.replicated.at(layout.router), rank.config().num_experts),
         experts_(
             rank.math(),
-            {weights.experts.at(layout.experts_in).factor,
-             weights.experts.at(layout.experts_out).factor,
+            {weights.experts.at(layout.experts_in).value,
+             weights.experts.at(layout.experts_out).value,
              weights.experts.at(layout.experts_in).grad,
              weights.experts.at(layout.experts_out).grad},
             rank.config().hidden,
@@ -178,13 +158,13 @@ class Block {
     row_weights_.resize(num_rows());
     if (has_replicas()) {
       rank_->start(Lane::kExchange, Phase::kReduce);
-      replicas_.bring(*rank_, !tokens_->is_first, plan(), experts_.weights());
+      replicas_.bring(*rank_, plan(), experts_.weights());
     }
 
     rank_->start(Lane::kExchange, Phase::kDispatch);
     rows_ = {};
     const TravellingWeights weights = {weights_.data(), row_weights_.data()};
-    rows_ = rank_->dispatch(*plan_, !tokens_->is_first, norm_.normed(), weights);
+    rows_ = rank_->dispatch(*plan_, norm_.normed(), weights);
   }
 
   void mlp() {
@@ -200,17 +180,17 @@ class Block {
 
   void moe_combine() {
     rank_->start(Lane::kExchange, Phase::kCombine);
-    rank_->combine(*plan_, !tokens_->is_first, tokens_->expert_out.data(), tokens_->tokens.data());
+    rank_->combine(*plan_, tokens_->expert_out.data(), tokens_->tokens.data());
     rank_->start(Lane::kExchange, Phase::kDense);
-    rank_->add(tokens_->tokens.data(), tokens_->x.data(), norm_.size());
+    Math::add(tokens_->tokens.data(), tokens_->x.data(), norm_.size());
   }
 
   void moe_combine_backward() {
     rank_->start(Lane::kExchange, Phase::kDispatch);
-    rank_->round(tokens_->x.data(), tokens_->tokens.data(), norm_.size());
+    tokens_->tokens = tokens_->x;
     // The block after this one has used them: its last piece came before this one.
     tokens_->grad_rows = {};
-    tokens_->grad_rows = rank_->dispatch(*plan_, !tokens_->is_last, tokens_->tokens.data());
+    tokens_->grad_rows = rank_->dispatch(*plan_, tokens_->tokens.data());
   }
 
   void mlp_backward() {
@@ -225,14 +205,11 @@ class Block {
     experts_.add_replica_gradients(expert_rows_, tokens_->grad_values);
   }
 
-  // Any time between its neighbours. Gives back the rows that the block was sent; on a GPU the
-  // streams may still use them: there they go when the next ones come, or by release().
+  // Any time between its neighbours. Gives back the rows that the block was sent.
   void mlp_weight_gradient() {
     rank_->start(Lane::kCompute, Phase::kExperts);
     experts_.add_weight_gradients(expert_rows_, tokens_->grad_values);
-    if constexpr (Rank::kReleasesRows) {
-      release();
-    }
+    release();
   }
   void mlp_whole_backward() {
     mlp_backward();
@@ -242,12 +219,11 @@ class Block {
   void moe_dispatch_backward() {
     if (has_replicas()) {
       rank_->start(Lane::kExchange, Phase::kReduce);
-      replicas_.return_gradients(*rank_, !tokens_->is_last);
+      replicas_.return_gradients(*rank_);
     }
     rank_->start(Lane::kExchange, Phase::kCombine);
     rank_->combine(
         *plan_,
-        !tokens_->is_last,
         tokens_->expert_out.data(),
         tokens_->tokens.data(),
         TravellingWeights{tokens_->row_grads.data(), tokens_->grad_weights.data()}
@@ -257,14 +233,14 @@ class Block {
   void pre_dispatch_backward() {
     if (has_replicas()) {  // on the lane that has added the masters' own to them
       rank_->start(Lane::kCompute, Phase::kReduce);
-      replicas_.add_to_masters(rank_->math());
+      replicas_.add_to_masters();
     }
-    Scratch<typename Rank::Math>& scratch = rank_->scratch();
+    Scratch& scratch = rank_->scratch();
     rank_->start(Lane::kCompute, Phase::kRoute);
     rank_->math().router_backward(
         routes(), tokens_->grad_weights.data(), grad_probs_.data(), scratch.grad_logits.data()
     );
-    rank_->math().widen(tokens_->tokens.data(), scratch.grad_normed.data(), norm_.size());
+    std::ranges::copy(tokens_->tokens, scratch.grad_normed.begin());
     router_.backward(scratch.grad_logits.data(), norm_.normed(), scratch.grad_normed.data());
     rank_->start(Lane::kCompute, Phase::kDense);
     norm_.backward();
@@ -276,20 +252,14 @@ class Block {
     tokens_->grad_rows = {};
   }
 
-  // Fetches what balance_share() needs; it is there once the compute lane is through.
-  void finish() { rank_->math().download(prob_sums_, host_prob_sums_); }
-
   // Results of the last forward.
   [[nodiscard]] const Plan& plan() const { return plan_->plan; }
   [[nodiscard]] double balance_share() const {
-    return moe::balance_share(std::span(balance_grads_), std::span(host_prob_sums_));
+    return moe::balance_share(std::span(balance_grads_), std::span<const double>(prob_sums_));
   }
-  // [num_tokens, topk] in the host's memory; empty before the first forward.
-  [[nodiscard]] std::span<const int32_t> topk_idx() {
-    if (plan_) {
-      rank_->fetch(topk_idx_, host_topk_idx_);
-    }
-    return host_topk_idx_;
+  // [num_tokens, topk]; empty before the first forward.
+  [[nodiscard]] std::span<const int32_t> topk_idx() const {
+    return plan_ ? std::span<const int32_t>(topk_idx_) : std::span<const int32_t>();
   }
 
  private:
@@ -313,37 +283,31 @@ class Block {
     const ModelConfig& config = rank_->config();
     rank_->math().column_sums(probs_.data(), tokens_->num, config.num_experts, prob_sums_.data());
     balance_grads_ = balance_gradients(plan().routes_per_expert(), rank_->context().global_tokens);
-    host_grad_probs_.clear();
+    grad_probs_.clear();
     for (const double grad : balance_grads_) {
-      host_grad_probs_.push_back(static_cast<float>(grad) * config.balance_weight);
+      grad_probs_.push_back(static_cast<float>(grad) * config.balance_weight);
     }
-    rank_->math().upload(std::span<const float>(host_grad_probs_), grad_probs_);
   }
 
   Rank* rank_;
-  Tokens<Rank>* tokens_;
-  Norm<Rank> norm_;
-  Linear<Rank> router_;  // [num_experts, hidden]
-  Experts<typename Rank::Math> experts_;
-  Replicas<Rank> replicas_;
+  Tokens* tokens_;
+  Norm norm_;
+  Linear router_;  // [num_experts, hidden]
+  Experts experts_;
+  Replicas replicas_;
 
   // What forward keeps for backward.
-  Array<float> probs_;       // [num_tokens, num_experts]
-  Array<int32_t> topk_idx_;  // [num_tokens, topk]
-  Array<float> weights_;     // [num_tokens, topk]
+  std::vector<float> probs_;       // [num_tokens, num_experts]
+  std::vector<int32_t> topk_idx_;  // [num_tokens, topk]
+  std::vector<float> weights_;     // [num_tokens, topk]
   std::optional<CountedPlan> plan_;
-  Buffer rows_;                                              // [num_rows, hidden] as they arrived
-  Array<float> row_weights_;                                 // [num_rows]
-  typename Experts<typename Rank::Math>::Rows expert_rows_;  // both, as experts take them
-  Array<Value> row_scratch_;
-  Array<float> grad_probs_;                    // [num_experts] of the balancing loss, weighted
-  Array<typename Rank::Math::Sum> prob_sums_;  // [num_experts] over the tokens
-
-  // The same on the host.
+  Buffer rows_;                     // [num_rows, hidden] as they arrived
+  std::vector<float> row_weights_;  // [num_rows]
+  Experts::Rows expert_rows_;       // both, as experts take them
+  std::vector<float> row_scratch_;
+  std::vector<float> grad_probs_;      // [num_experts] of the balancing loss, weighted
+  std::vector<double> prob_sums_;      // [num_experts] over the tokens
   std::vector<double> balance_grads_;  // [num_experts] of the balancing loss
-  std::vector<float> host_grad_probs_;
-  std::vector<typename Rank::Math::Sum> host_prob_sums_;
-  std::vector<int32_t> host_topk_idx_;
 };
 
 }  // namespace weft::moe

@@ -12,21 +12,16 @@
 
 namespace weft::moe {
 
-// Math: HostMath, or DeviceMath, on whose stream all work is then queued; it says what type rows
-// and weights have. Sums, gradients of weights and row weights are fp32.
-template <class Math>
 class Experts {
  public:
-  using Value = typename Math::Value;
-
   struct Weights {
-    const Value* in = nullptr;   // [num_local_experts, 2 * inner, hidden]
-    const Value* out = nullptr;  // [num_local_experts, hidden, inner]
+    const float* in = nullptr;   // [num_local_experts, 2 * inner, hidden]
+    const float* out = nullptr;  // [num_local_experts, hidden, inner]
     float* grad_in = nullptr;
     float* grad_out = nullptr;
   };
   struct Rows {
-    const Value* x = nullptr;                  // [num_rows, hidden]
+    const float* x = nullptr;                  // [num_rows, hidden]
     const float* weight = nullptr;             // [num_rows] of each row's route
     std::span<const int64_t> rows_per_expert;  // in host memory; padding included
     std::span<const Weights> replicas = {};    // of the last experts: one each, alone in its memory
@@ -38,47 +33,45 @@ class Experts {
   [[nodiscard]] const Weights& weights() const { return weights_; }
 
   // y [num_rows, hidden].
-  void forward(const Rows& rows, Value* y) {
+  void forward(const Rows& rows, float* y) {
     const int64_t num_rows = resize(rows, gate_up_, active_);
     for_each_expert(rows, [&](const Place& at) {
-      const Value* in = at.weights.in;
+      const float* in = at.weights.in;
       math_->forward(at.into, rows.x + at.x, in, gate_up_.data() + at.gate_up);
     });
-    const SwigluRows<Value> gated = {num_rows, inner_, gate_up_.data(), rows.weight};
+    const SwigluRows gated = {num_rows, inner_, gate_up_.data(), rows.weight};
     math_->swiglu(gated, active_.data());
     for_each_expert(rows, [&](const Place& at) {
-      const Value* out = at.weights.out;
+      const float* out = at.weights.out;
       math_->forward(at.out_of, active_.data() + at.active, out, y + at.x);
     });
   }
 
   // Rows as in forward; grad_y, grad_x [num_rows, hidden]; grad_weight [num_rows].
-  void backward(const Rows& rows, const Value* grad_y, Value* grad_x, float* grad_weight) {
+  void backward(const Rows& rows, const float* grad_y, float* grad_x, float* grad_weight) {
     const int64_t num_rows = resize(rows, grad_gate_up_, grad_active_);
     for_each_expert(rows, [&](const Place& at) {
-      const Value* out = at.weights.out;
+      const float* out = at.weights.out;
       math_->backward_input(at.out_of, grad_y + at.x, out, grad_active_.data() + at.active);
     });
-    const SwigluRows<Value> gated = {num_rows, inner_, gate_up_.data(), rows.weight};
+    const SwigluRows gated = {num_rows, inner_, gate_up_.data(), rows.weight};
     math_->swiglu_backward(gated, grad_active_.data(), grad_gate_up_.data(), grad_weight);
     for_each_expert(rows, [&](const Place& at) {
-      const Value* in = at.weights.in;
+      const float* in = at.weights.in;
       math_->backward_input(at.into, grad_gate_up_.data() + at.gate_up, in, grad_x + at.x);
     });
   }
 
   // The rest of the backward, any time after it: adds to the gradients of this rank's own weights,
   // and of its replicas'. Rows and grad_y as they were.
-  void add_weight_gradients(const Rows& rows, const Value* grad_y) {
+  void add_weight_gradients(const Rows& rows, const float* grad_y) {
     add_gradients(rows, grad_y, false);
   }
-  void add_replica_gradients(const Rows& rows, const Value* grad_y) {
+  void add_replica_gradients(const Rows& rows, const float* grad_y) {
     add_gradients(rows, grad_y, true);
   }
 
  private:
-  using Array = typename Math::template Array<Value>;
-
   // Where an expert's part begins, in elements, and the shapes of its two products.
   struct Place {
     ProductShape into;
@@ -89,7 +82,7 @@ class Experts {
     Weights weights = {};
     bool is_replica = false;
   };
-  void add_gradients(const Rows& rows, const Value* grad_y, bool of_replicas) {
+  void add_gradients(const Rows& rows, const float* grad_y, bool of_replicas) {
     for_each_expert(rows, [&](const Place& at) {
       if (at.is_replica != of_replicas) {
         return;
@@ -126,7 +119,9 @@ class Experts {
     return {weights_.in + in, weights_.out + out, weights_.grad_in + in, weights_.grad_out + out};
   }
   // Makes room for all rows and returns how many there are.
-  [[nodiscard]] int64_t resize(const Rows& rows, Array& gate_up, Array& active) const {
+  [[nodiscard]] int64_t resize(
+      const Rows& rows, std::vector<float>& gate_up, std::vector<float>& active
+  ) const {
     const auto& counts = rows.rows_per_expert;
     const int64_t num_rows = std::reduce(counts.begin(), counts.end());
     gate_up.resize(static_cast<size_t>(num_rows * 2 * inner_));
@@ -138,10 +133,10 @@ class Experts {
   Weights weights_;
   int64_t hidden_;
   int64_t inner_;
-  Array gate_up_;  // [num_rows, 2 * inner] kept for backward
-  Array active_;   // [num_rows, inner] silu(gate) * up * weight, kept for backward
-  Array grad_gate_up_;
-  Array grad_active_;
+  std::vector<float> gate_up_;  // [num_rows, 2 * inner] kept for backward
+  std::vector<float> active_;   // [num_rows, inner] silu(gate) * up * weight, kept for backward
+  std::vector<float> grad_gate_up_;
+  std::vector<float> grad_active_;
 };
 
 }  // namespace weft::moe

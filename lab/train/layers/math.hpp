@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a model computes between its exchanges, as operations on memory: their shapes, and HostMath,
-// which has them on the host's cores in fp32. DeviceMath (gpu/math.hpp) has the same on a GPU, and
-// the layers (block.hpp, ../step_model.hpp) are templates over the two. Matrices lie row after row.
+// Operations on memory that a model computes between its exchanges, in fp32. Matrices lie row after
+// row. The layers (block.hpp, ../step_model.hpp) call them.
 #pragma once
 
 #include <algorithm>
@@ -47,11 +46,10 @@ struct RouterShape {
 };
 
 // What the activation of experts meets.
-template <class Value>
 struct SwigluRows {
   int64_t rows = 0;
   int64_t inner = 0;
-  const Value* gate_up = nullptr;  // [rows, 2 * inner] = [gate, up]
+  const float* gate_up = nullptr;  // [rows, 2 * inner] = [gate, up]
   const float* weight = nullptr;   // [rows]
 };
 
@@ -63,13 +61,8 @@ struct LossShape {
   float scale = 1;                   // of the gradient
 };
 
-class HostMath {
+class Math {
  public:
-  using Value = float;  // of what products take
-  using Sum = double;   // of losses and of probabilities
-  template <class T>
-  using Array = std::vector<T>;
-
   // --- products: the only place on the host that multiplies matrices ---
   // y [rows, out] = x [rows, in] * w^T.
   void forward(const ProductShape& s, const float* x, const float* w, float* y);
@@ -89,7 +82,7 @@ class HostMath {
   // x [num_tokens, hidden].
   void embed(const EmbeddingShape& s, const float* table, float* x);
   void embed_backward(
-      const EmbeddingShape& s, const float* grad_x, const Weight<float>& table, const Shards& shards
+      const EmbeddingShape& s, const float* grad_x, const Weight& table, const Shards& shards
   );
 
   // --- norm: y = x / sqrt(mean(x^2) + epsilon) * gain, row by row ---
@@ -99,7 +92,7 @@ class HostMath {
       const NormShape& s,
       const float* grad_y,
       float* grad_x,
-      const Weight<float>& gain,
+      const Weight& gain,
       const Shards& shards
   );
 
@@ -118,40 +111,20 @@ class HostMath {
 
   // --- activation of an expert ---
   // active [rows, inner] = silu(gate) * up * weight.
-  void swiglu(const SwigluRows<float>& s, float* active);
+  void swiglu(const SwigluRows& s, float* active);
   // Gradients for gate_up [rows, 2 * inner] and weight [rows], from that for active.
   void swiglu_backward(
-      const SwigluRows<float>& s, const float* grad_active, float* grad_gate_up, float* grad_weight
+      const SwigluRows& s, const float* grad_active, float* grad_gate_up, float* grad_weight
   );
 
   // --- loss: cross-entropy of the next byte ---
   // losses [num_tokens] in nats, not scaled; grad_logits [num_tokens, num_classes], scaled.
   void cross_entropy(const LossShape& s, double* losses, float* grad_logits);
 
-  // --- memory: on a GPU the host's is read, or filled, once the stream is through ---
-  template <class T>
-  void upload(std::span<const T> from, std::vector<T>& to) {
-    to.assign(from.begin(), from.end());
-  }
-  template <class T>
-  void download(const std::vector<T>& from, std::vector<T>& to) {
-    to = from;
-  }
-  // As many elements as `to` has.
-  template <class T>
-  void copy(const T* from, std::vector<T>& to) {
-    std::copy_n(from, to.size(), to.begin());
-  }
-  template <class T>
-  void clear(std::vector<T>& array) {
-    std::ranges::fill(array, T{});
-  }
   // to += from.
   static void add(const float* from, float* to, int64_t size) {
     std::transform(from, from + size, to, to, std::plus<>());
   }
-  // What products take, as fp32.
-  void widen(const float* from, float* to, int64_t size) { std::copy_n(from, size, to); }
 
  private:
   std::vector<float> product_;  // of add_backward_input()

@@ -16,7 +16,7 @@ struct ModelConfig;
 
 inline constexpr int kNumBytes = 256;  // values of a byte
 
-// Learned elements in the host's memory and the gradient that backward adds to, one for each shard
+// Learned elements and the gradient that backward adds to, one for each shard
 // of the rank's tokens where tokens are the rank's own.
 struct Parameter {
   std::span<float> value;
@@ -39,26 +39,23 @@ struct ParameterSpan {
   float spread = 0;
 };
 
-// A learned matrix or vector in the memory of the device that computes.
-template <class Value>
+// A learned matrix or vector.
 struct Weight {
   const float* value = nullptr;
-  const Value* factor = nullptr;  // the same as products take it: on a GPU rounded to bf16
-  float* grad = nullptr;          // of the first shard; backward adds to it
-  size_t grad_stride = 0;         // from one shard's to the next
+  float* grad = nullptr;   // of the first shard; backward adds to it
+  size_t grad_stride = 0;  // from one shard's to the next
 
   [[nodiscard]] float* grad_of(size_t shard) const { return grad + shard * grad_stride; }
   // A part of a flat vector.
   [[nodiscard]] Weight at(const ParameterSpan& span) const {
-    return {value + span.begin, factor + span.begin, grad + span.begin, grad_stride};
+    return {value + span.begin, grad + span.begin, grad_stride};
   }
 };
 
 // The two flat vectors.
-template <class Value>
 struct Weights {
-  Weight<Value> replicated;
-  Weight<Value> experts;
+  Weight replicated;
+  Weight experts;
 };
 
 struct BlockLayout {
@@ -83,7 +80,7 @@ struct ModelLayout {
   [[nodiscard]] std::vector<ParameterSpan> experts() const;
 };
 
-// The two flat vectors with their gradients, in the host's memory.
+// The two flat vectors with their gradients.
 struct ModelMemory {
   Parameter replicated;  // [num_replicated]
   Parameter experts;     // [num_expert]

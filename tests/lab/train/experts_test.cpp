@@ -21,16 +21,14 @@ struct ExpertsFixture : testing::Test {
   OwnedParameter out{static_cast<size_t>(kExperts * kHidden * kInner), 2};
   std::vector<float> x = random_values(kRows * kHidden, 3);
   std::vector<float> weight = random_values(kRows, 4);
-  HostMath math;
-  Experts<HostMath> experts{
+  Math math;
+  Experts experts{
       math, {in.value.data(), out.value.data(), in.grad.data(), out.grad.data()}, kHidden, kInner};
   std::vector<float> y = std::vector<float>(x.size());
   std::vector<float> grad_x = std::vector<float>(x.size());
   std::vector<float> grad_weight = std::vector<float>(kRows);
 
-  [[nodiscard]] Experts<HostMath>::Rows rows() const {
-    return {x.data(), weight.data(), kRowsPerExpert};
-  }
+  [[nodiscard]] Experts::Rows rows() const { return {x.data(), weight.data(), kRowsPerExpert}; }
 };
 
 using ExpertsTest = ExpertsFixture;

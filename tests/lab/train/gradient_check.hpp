@@ -60,7 +60,7 @@ struct OwnedParameter {
   std::vector<float> grad;
   OwnedParameter(size_t size, uint32_t seed, float scale = 0.5F)
       : value(random_values(size, seed, scale)), grad(size) {}
-  [[nodiscard]] Weight<float> get() { return {value.data(), value.data(), grad.data()}; }
+  [[nodiscard]] Weight get() { return {value.data(), grad.data()}; }
 };
 
 // A scalar function of a layer's output whose gradient is `probe`.

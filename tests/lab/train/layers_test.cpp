@@ -25,13 +25,13 @@ TEST(ProductTest, MultipliesByTheTransposedWeight) {
   const std::vector<float> x = {1, 2, 3, 4, 5, 6};   // [2, 3]
   const std::vector<float> w = {1, 0, 2, 0, 1, -1};  // [2, 3]
   std::vector<float> y(4);
-  HostMath().forward({2, 3, 2}, x.data(), w.data(), y.data());
+  Math().forward({2, 3, 2}, x.data(), w.data(), y.data());
   EXPECT_EQ(y, (std::vector<float>{7, -1, 16, -1}));
 }
 
 TEST(ProductTest, GradientsMatchDifferences) {
   constexpr ProductShape kShape = {kTokens, kHidden, 3};
-  HostMath math;
+  Math math;
   auto x = random_values(kTokens * kHidden, 1);
   OwnedParameter w(3 * kHidden, 2);
   const auto probe = random_values(kTokens * 3, 3);
@@ -49,7 +49,7 @@ TEST(ProductTest, GradientsMatchDifferences) {
 
 TEST(ProductTest, AddsToGradients) {
   constexpr ProductShape kShape = {kTokens, kHidden, 2};
-  HostMath math;
+  Math math;
   const auto x = random_values(kTokens * kHidden, 4);
   const auto w = random_values(2 * kHidden, 6);
   const auto grad_y = random_values(kTokens * 2, 5);
@@ -73,14 +73,14 @@ TEST(ProductTest, AddsToGradients) {
 TEST(ProductTest, AcceptsZeroRows) {
   std::vector<float> w(kHidden * 2, 1.0F);
   std::vector<float> grad_w(kHidden * 2, 3.0F);
-  HostMath math;
+  Math math;
   math.forward({0, kHidden, 2}, nullptr, w.data(), nullptr);
   math.add_backward_weight({0, kHidden, 2}, nullptr, nullptr, grad_w.data());
   EXPECT_EQ(grad_w, std::vector<float>(kHidden * 2, 3.0F));
 }
 
 struct NormFixture : testing::Test {
-  HostMath math;
+  Math math;
   std::vector<float> x = random_values(kTokens * kHidden, 8);
   OwnedParameter gain{kHidden, 9};
   std::vector<float> inverse_rms = std::vector<float>(kTokens);
@@ -121,7 +121,7 @@ TEST(EmbeddingTest, SumsTheVectorsOfTheWindow) {
   OwnedParameter table(static_cast<size_t>(window * kNumBytes * kHidden), 11);
   const std::vector<uint8_t> windows = {3, 255};
   std::vector<float> x(kHidden);
-  HostMath().embed({1, window, kHidden, windows.data()}, table.value.data(), x.data());
+  Math().embed({1, window, kHidden, windows.data()}, table.value.data(), x.data());
   for (size_t h = 0; h < kHidden; ++h) {
     const float expected =
         table.value[3 * kHidden + h] + table.value[(kNumBytes + 255) * kHidden + h];
@@ -135,7 +135,7 @@ TEST(EmbeddingTest, GradientsMatchDifferences) {
   const auto windows = some_bytes(kTokens * window);
   const EmbeddingShape shape = {kTokens, window, kHidden, windows.data()};
   const auto probe = random_values(kTokens * kHidden, 13);
-  HostMath math;
+  Math math;
   const auto loss = [&] {
     std::vector<float> x(kTokens * kHidden);
     math.embed(shape, table.value.data(), x.data());
@@ -154,7 +154,7 @@ double loss_of(std::vector<float>& logits, const std::vector<uint8_t>& targets, 
   const auto num_tokens = static_cast<int64_t>(targets.size());
   const std::vector<float> before = logits;
   std::vector<double> losses(targets.size());
-  HostMath().cross_entropy(
+  Math().cross_entropy(
       {num_tokens, kNumBytes, before.data(), targets.data(), scale}, losses.data(), logits.data()
   );
   return std::reduce(losses.begin(), losses.end()) * static_cast<double>(scale);
@@ -193,16 +193,14 @@ TEST_F(NormFixture, EachShardGetsTheGradientsOfItsOwnTokens) {
       shape,
       probe.data(),
       grad_x.data(),
-      {gain.value.data(), gain.value.data(), grads.data(), kHidden},
+      {gain.value.data(), grads.data(), kHidden},
       {{0, 2}, {2, kTokens}}
   );
   std::vector<float> of_first(kHidden);
-  math.norm_backward(
-      shape, probe.data(), grad_x.data(), {nullptr, nullptr, of_first.data()}, {{0, 2}}
-  );
+  math.norm_backward(shape, probe.data(), grad_x.data(), {nullptr, of_first.data()}, {{0, 2}});
   std::vector<float> of_second(kHidden);
   math.norm_backward(
-      shape, probe.data(), grad_x.data(), {nullptr, nullptr, of_second.data()}, {{2, kTokens}}
+      shape, probe.data(), grad_x.data(), {nullptr, of_second.data()}, {{2, kTokens}}
   );
   of_first.insert(of_first.end(), of_second.begin(), of_second.end());
   EXPECT_EQ(grads, of_first);

@@ -201,7 +201,7 @@ class Rig {
   std::vector<float> expert_grads_;
   MoeContext context_;
   std::vector<MicroBatch> micro_batches_;
-  HostModel model_;
+  StepModel model_;
   std::vector<std::byte> text_;
   Batch batch_;
   std::vector<double> kept_grads_;

@@ -30,7 +30,7 @@ std::vector<StepResult> run_step(int num_ranks, const StepOptions& options, int 
   std::vector<StepResult> results(static_cast<size_t>(num_ranks));
   run_threads(num_ranks, [&](Group& group) {
     StepRig rig(group, options);
-    HostModel model(
+    StepModel model(
         {group, rig.context(), rig.micro_batches(), rig.overlap(), rig.layout(), rig.memory()}
     );
     StepResult& result = results[static_cast<size_t>(group.rank())];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What replicas must do with weights and gradients, for the host's ranks and those on a GPU.
+// What replicas must do with weights and gradients.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -9,17 +9,14 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <type_traits>
 #include <vector>
 
-#include "core/half.hpp"
 #include "train/replicas.hpp"
 #include "training_runs.hpp"
 
 namespace weft::moe {
 
 // One rank, whose popular experts get replicas on others.
-template <class Rank>
 class ReplicasCase {
  public:
   ReplicasCase(const Group& group, const TrainConfig& config)
@@ -31,7 +28,6 @@ class ReplicasCase {
              .max_tokens = kTokens,
              .num_experts = config.model.num_experts,
              .max_topk = config.model.topk,
-             .device = config.device,
              .timeout = config.timeout}
         ),
         replica_exchange_(make_replica_exchange(group, config)),
@@ -43,29 +39,26 @@ class ReplicasCase {
             false,
             config.replicas,
             replica_exchange_ ? &*replica_exchange_ : nullptr},
-        rank_(group, context_, kTokens),
+        rank_(context_, kTokens),
         size_out_(static_cast<size_t>(config.model.hidden * config.model.expert_hidden)) {}
 
   // Weights come bit by bit, gradients are added by ascending rank, twice in a row. Returns how
   // many replicas the ranks have.
   int run() {
-    Array<int32_t> topk_idx;
-    const std::vector<int32_t> chosen = popular_choice();
-    rank_.math().upload(std::span<const int32_t>(chosen), topk_idx);
-    Array<Value> in = weights_of_masters(kIn);
-    Array<Value> out = weights_of_masters(kOut);
-    Array<float> grad_in = masters_gradients(kIn);
-    Array<float> grad_out = masters_gradients(kOut);
-    rank_.synchronize();
+    const std::vector<int32_t> topk_idx = popular_choice();
+    std::vector<float> in = weights_of_masters(kIn);
+    std::vector<float> out = weights_of_masters(kOut);
+    std::vector<float> grad_in = masters_gradients(kIn);
+    std::vector<float> grad_out = masters_gradients(kOut);
     const CountedPlan counted = rank_.plan(kTokens, topk_idx.data());
     placement_ = counted.plan.placement();
     for (int time = 0; time < 2; ++time) {
       replicas_.bring(
-          rank_, false, counted.plan, {in.data(), out.data(), grad_in.data(), grad_out.data()}
+          rank_, counted.plan, {in.data(), out.data(), grad_in.data(), grad_out.data()}
       );
       check_and_use_places(counted.plan.rank());
-      replicas_.return_gradients(rank_, false);
-      replicas_.add_to_masters(rank_.math());
+      replicas_.return_gradients(rank_);
+      replicas_.add_to_masters();
     }
     check_gradients(counted.plan, kIn, grad_in);
     check_gradients(counted.plan, kOut, grad_out);
@@ -75,11 +68,6 @@ class ReplicasCase {
   }
 
  private:
-  using Math = typename Rank::Math;
-  using Value = typename Math::Value;
-  template <class T>
-  using Array = typename Math::template Array<T>;
-
   static constexpr int64_t kTokens = 40;
   enum Matrix : size_t { kIn, kOut };
 
@@ -87,15 +75,9 @@ class ReplicasCase {
     return matrix == kIn ? 2 * size_out_ : size_out_;
   }
 
-  // Exact in bf16, and other ones for each expert.
-  static Value weight(int expert, Matrix matrix, size_t i) {
-    const auto value =
-        static_cast<float>((static_cast<size_t>(expert) * 29 + matrix * 7 + i) % 251);
-    if constexpr (std::is_same_v<Value, float>) {
-      return value;
-    } else {
-      return float_to_bf16(value);
-    }
+  // Others for each expert.
+  static float weight(int expert, Matrix matrix, size_t i) {
+    return static_cast<float>((static_cast<size_t>(expert) * 29 + matrix * 7 + i) % 251);
   }
   // That of a place, or of masters.
   static float gradient(int place, Matrix matrix, size_t i) {
@@ -115,27 +97,24 @@ class ReplicasCase {
     return chosen;
   }
 
-  template <class T, class Make>
-  Array<T> uploaded(size_t size, const Make& make) {
-    std::vector<T> values(size);
+  template <class Make>
+  static std::vector<float> made(size_t size, const Make& make) {
+    std::vector<float> values(size);
     for (size_t i = 0; i < size; ++i) {
       values[i] = make(i);
     }
-    Array<T> array;
-    rank_.math().upload(std::span<const T>(values), array);
-    rank_.synchronize();
-    return array;
+    return values;
   }
-  Array<Value> weights_of_masters(Matrix matrix) {
+  [[nodiscard]] std::vector<float> weights_of_masters(Matrix matrix) const {
     const size_t size = size_of(matrix);
-    return uploaded<Value>(static_cast<size_t>(num_own_) * size, [&](size_t i) {
+    return made(static_cast<size_t>(num_own_) * size, [&](size_t i) {
       const int own = static_cast<int>(i / size);
       return weight(exchange_.rank() * num_own_ + own, matrix, i % size);
     });
   }
-  Array<float> masters_gradients(Matrix matrix) {
+  [[nodiscard]] std::vector<float> masters_gradients(Matrix matrix) const {
     const size_t size = size_of(matrix);
-    return uploaded<float>(static_cast<size_t>(num_own_) * size, [&](size_t i) {
+    return made(static_cast<size_t>(num_own_) * size, [&](size_t i) {
       return gradient(kMaster, matrix, i % size);
     });
   }
@@ -153,24 +132,16 @@ class ReplicasCase {
       }
     }
   }
-  void check_and_use(int expert, int place, Matrix matrix, const Value* values, float* grads) {
+  void check_and_use(int expert, int place, Matrix matrix, const float* values, float* grads) {
     const size_t size = size_of(matrix);
-    Array<Value> seen(size);
-    rank_.math().copy(values, seen);
-    std::vector<Value> weights;
-    rank_.fetch(seen, weights);
     for (size_t i = 0; i < size; ++i) {
-      ASSERT_EQ(weights[i], weight(expert, matrix, i)) << "expert " << expert << "[" << i << "]";
+      ASSERT_EQ(values[i], weight(expert, matrix, i)) << "expert " << expert << "[" << i << "]";
     }
-    const Array<float> own =
-        uploaded<float>(size, [&](size_t i) { return gradient(place, matrix, i); });
-    rank_.math().add(own.data(), grads, static_cast<int64_t>(size));
-    rank_.synchronize();
+    const std::vector<float> own = made(size, [&](size_t i) { return gradient(place, matrix, i); });
+    Math::add(own.data(), grads, static_cast<int64_t>(size));
   }
 
-  void check_gradients(const Plan& plan, Matrix matrix, const Array<float>& grads) {
-    std::vector<float> seen;
-    rank_.fetch(grads, seen);
+  void check_gradients(const Plan& plan, Matrix matrix, const std::vector<float>& seen) {
     const size_t size = size_of(matrix);
     for (size_t at = 0; at < seen.size(); ++at) {
       const size_t i = at % size;
@@ -197,16 +168,15 @@ class ReplicasCase {
   MoeContext context_;
   Rank rank_;
   size_t size_out_;
-  Replicas<Rank> replicas_;
+  Replicas replicas_;
   std::span<const int32_t> placement_;
 };
 
 // On threads as ranks.
-template <class Rank>
 void check_replicas(int num_ranks, TrainConfig config) {
   config.replicas = 2;
   run_threads(num_ranks, [&](Group& group) {
-    ReplicasCase<Rank> one(group, config);
+    ReplicasCase one(group, config);
     const int num_replicas = one.run();
     EXPECT_EQ(num_replicas > 0, num_ranks > 1);
   });

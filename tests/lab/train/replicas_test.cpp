@@ -16,7 +16,7 @@ namespace {
 TEST(ReplicasTest, HaveTheirMastersWeightsAndGiveThemTheirGradients) {
   for (const int num_ranks : {1, 2, 4}) {
     SCOPED_TRACE(testing::Message() << num_ranks << " ranks");
-    check_replicas<HostRank>(num_ranks, small_config());
+    check_replicas(num_ranks, small_config());
   }
 }
 

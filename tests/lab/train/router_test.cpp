@@ -27,7 +27,7 @@ struct Choice {
         weights(topk_idx.size()) {
     const auto num_tokens = static_cast<int64_t>(probs.size() / kExperts);
     shape = {num_tokens, kExperts, topk, probs.data(), topk_idx.data(), weights.data()};
-    HostMath().choose_experts(shape);
+    Math().choose_experts(shape);
   }
 };
 
@@ -78,7 +78,7 @@ TEST_P(RouterGradientTest, MatchesDifferences) {
   };
   std::vector<float> grad(logits.size());
   const Choice choice(logits, topk);
-  HostMath().router_backward(choice.shape, probe.data(), per_prob.data(), grad.data());
+  Math().router_backward(choice.shape, probe.data(), per_prob.data(), grad.data());
   expect_gradient("logits", logits, grad, loss);
 }
 
@@ -90,7 +90,7 @@ double share_of(
 ) {
   std::vector<double> sums(kExperts);
   const auto num_tokens = static_cast<int64_t>(probs.size() / kExperts);
-  HostMath().column_sums(probs.data(), num_tokens, kExperts, sums.data());
+  Math().column_sums(probs.data(), num_tokens, kExperts, sums.data());
   const std::vector<double> grads = balance_gradients(routes, global_tokens);
   return balance_share(std::span(grads), std::span<const double>(sums));
 }

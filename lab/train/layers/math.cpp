@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "train/layers/math.hpp"
+
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <numeric>
-
-#include "train/layers/math.hpp"
 
 namespace weft::moe {
 namespace {
@@ -47,7 +47,7 @@ float sigmoid(float x) {
 
 }  // namespace
 
-void HostMath::embed(const EmbeddingShape& s, const float* table, float* x) {
+void Math::embed(const EmbeddingShape& s, const float* table, float* x) {
   std::fill_n(x, s.num_tokens * s.hidden, 0.0F);
   for (int64_t t = 0; t < s.num_tokens; ++t) {
     float* out = x + t * s.hidden;
@@ -60,8 +60,8 @@ void HostMath::embed(const EmbeddingShape& s, const float* table, float* x) {
   }
 }
 
-void HostMath::embed_backward(
-    const EmbeddingShape& s, const float* grad_x, const Weight<float>& table, const Shards& shards
+void Math::embed_backward(
+    const EmbeddingShape& s, const float* grad_x, const Weight& table, const Shards& shards
 ) {
   for (size_t i = 0; i < shards.size(); ++i) {
     // Index of the (token, position) pair.
@@ -75,7 +75,7 @@ void HostMath::embed_backward(
   }
 }
 
-void HostMath::norm(const NormShape& s, float* y) {
+void Math::norm(const NormShape& s, float* y) {
   for (int64_t t = 0; t < s.num_tokens; ++t) {
     const float* in = s.x + t * s.hidden;
     float* out = y + t * s.hidden;
@@ -91,12 +91,8 @@ void HostMath::norm(const NormShape& s, float* y) {
   }
 }
 
-void HostMath::norm_backward(
-    const NormShape& s,
-    const float* grad_y,
-    float* grad_x,
-    const Weight<float>& gain,
-    const Shards& shards
+void Math::norm_backward(
+    const NormShape& s, const float* grad_y, float* grad_x, const Weight& gain, const Shards& shards
 ) {
   for (size_t i = 0; i < shards.size(); ++i) {
     float* grad_gain = gain.grad_of(i);
@@ -119,7 +115,7 @@ void HostMath::norm_backward(
   }
 }
 
-void HostMath::choose_experts(const RouterShape& s) {
+void Math::choose_experts(const RouterShape& s) {
   for (int64_t t = 0; t < s.num_tokens; ++t) {
     const std::span<float> probs = row_of(s.probs, t, s.num_experts);
     softmax_in_place(probs);
@@ -144,7 +140,7 @@ void HostMath::choose_experts(const RouterShape& s) {
   }
 }
 
-void HostMath::router_backward(
+void Math::router_backward(
     const RouterShape& s, const float* grad_weights, const float* grad_probs, float* grad_logits
 ) {
   for (int64_t t = 0; t < s.num_tokens; ++t) {
@@ -167,7 +163,7 @@ void HostMath::router_backward(
   }
 }
 
-void HostMath::column_sums(const float* values, int64_t rows, int64_t cols, double* sums) {
+void Math::column_sums(const float* values, int64_t rows, int64_t cols, double* sums) {
   std::fill_n(sums, cols, 0.0);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t col = 0; col < cols; ++col) {
@@ -176,7 +172,7 @@ void HostMath::column_sums(const float* values, int64_t rows, int64_t cols, doub
   }
 }
 
-void HostMath::swiglu(const SwigluRows<float>& s, float* active) {
+void Math::swiglu(const SwigluRows& s, float* active) {
   for (int64_t row = 0; row < s.rows; ++row) {
     const float* gate = s.gate_up + row * 2 * s.inner;
     for (int64_t f = 0; f < s.inner; ++f) {
@@ -185,8 +181,8 @@ void HostMath::swiglu(const SwigluRows<float>& s, float* active) {
   }
 }
 
-void HostMath::swiglu_backward(
-    const SwigluRows<float>& s, const float* grad_active, float* grad_gate_up, float* grad_weight
+void Math::swiglu_backward(
+    const SwigluRows& s, const float* grad_active, float* grad_gate_up, float* grad_weight
 ) {
   const int64_t inner = s.inner;
   for (int64_t row = 0; row < s.rows; ++row) {
@@ -208,7 +204,7 @@ void HostMath::swiglu_backward(
   }
 }
 
-void HostMath::cross_entropy(const LossShape& s, double* losses, float* grad_logits) {
+void Math::cross_entropy(const LossShape& s, double* losses, float* grad_logits) {
   std::copy_n(s.logits, s.num_tokens * s.num_classes, grad_logits);
   for (int64_t t = 0; t < s.num_tokens; ++t) {
     const std::span<float> row = row_of(grad_logits, t, s.num_classes);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "train/rank.hpp"
+
 #include <algorithm>
 #include <span>
 
 #include "core/check.hpp"
 #include "core/half.hpp"
-#include "train/rank.hpp"
 
 namespace weft::moe {
 namespace {
@@ -24,7 +25,7 @@ ConstTensor as_tensor(
 
 }  // namespace
 
-CountedPlan HostRank::plan(int64_t num_tokens, const int32_t* topk_idx) {
+CountedPlan Rank::plan(int64_t num_tokens, const int32_t* topk_idx) {
   Plan plan = context_->exchange.plan(
       {.topk_idx = matrix(topk_idx, num_tokens, config().topk)}, context_->plan_options()
   );
@@ -33,11 +34,8 @@ CountedPlan HostRank::plan(int64_t num_tokens, const int32_t* topk_idx) {
   return {std::move(plan), num_tokens, wire_rows, logical_rows};
 }
 
-Buffer HostRank::dispatch(
-    const CountedPlan& counted,
-    bool /*is_overlapped*/,
-    const float* x,
-    const std::optional<TravellingWeights>& weights
+Buffer Rank::dispatch(
+    const CountedPlan& counted, const float* x, const std::optional<TravellingWeights>& weights
 ) {
   const int64_t num_rows = counted.plan.num_rows();
   Buffer rows = context_->exchange.allocate(num_rows, config().hidden, context_->dtype);
@@ -53,9 +51,8 @@ Buffer HostRank::dispatch(
   return rows;
 }
 
-void HostRank::combine(
+void Rank::combine(
     const CountedPlan& counted,
-    bool /*is_overlapped*/,
     const float* rows,
     float* x,
     const std::optional<TravellingWeights>& weights
@@ -79,7 +76,7 @@ void HostRank::combine(
   context_->combine.count(counted, out.x.row_bytes());
 }
 
-Plan HostRank::plan_weights(int64_t num_tokens, const std::vector<int32_t>& topk_idx) {
+Plan Rank::plan_weights(int64_t num_tokens, const std::vector<int32_t>& topk_idx) {
   Exchange& exchange = *context_->replica_exchange;
   return exchange.plan(
       {.topk_idx = matrix(topk_idx.data(), num_tokens, exchange.config().max_topk)},
@@ -87,9 +84,7 @@ Plan HostRank::plan_weights(int64_t num_tokens, const std::vector<int32_t>& topk
   );
 }
 
-void HostRank::send_weights(
-    const Plan& moves, bool /*is_overlapped*/, const float* from, float* to
-) {
+void Rank::send_weights(const Plan& moves, const float* from, float* to) {
   context_->replica_exchange->dispatch(
       moves,
       {.x = matrix(from, moves.num_tokens(), config().hidden)},
@@ -97,9 +92,7 @@ void HostRank::send_weights(
   );
 }
 
-void HostRank::sum_gradients(
-    const Plan& moves, bool /*is_overlapped*/, const float* from, float* to
-) {
+void Rank::sum_gradients(const Plan& moves, const float* from, float* to) {
   context_->replica_exchange->combine(
       moves,
       {.rows = matrix(from, moves.num_rows(), config().hidden)},
@@ -107,7 +100,7 @@ void HostRank::sum_gradients(
   );
 }
 
-const float* HostRank::values(const Buffer& rows, std::vector<float>& scratch) const {
+const float* Rank::values(const Buffer& rows, std::vector<float>& scratch) const {
   const Tensor tensor = rows.tensor();
   if (tensor.dtype == DType::kFloat32) {
     return reinterpret_cast<const float*>(tensor.data);
