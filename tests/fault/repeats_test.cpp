@@ -6,6 +6,9 @@
 #include <array>
 #include <atomic>
 #include <csignal>
+#include <cstdint>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -23,6 +26,8 @@ using namespace std::chrono_literals;
 using Calls = LossWatch::Calls;
 
 constexpr int kRanks = 4;
+// Another exchange, of which only the address is looked at.
+const auto* const kElsewhere = reinterpret_cast<const LossWatch*>(&kRanks);
 
 // A rank whose kernels have come to `state` when they are stopped.
 class Repeating {
@@ -34,16 +39,10 @@ class Repeating {
             {.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = "peer"},
             timeout,
             {.stop = [] {},
-             .calls = [this]() -> std::optional<Calls> {
-               return is_locked_ ? std::optional(state_) : std::nullopt;
-             },
+             .calls = [this]() -> std::optional<Calls> { return state_; },
              .repeats =
-                 {.try_lock =
-                      [this] {
-                        is_locked_ = true;
-                        return true;
-                      },
-                  .unlock = [this] { is_locked_ = false; },
+                 {.try_lock = [this] { return caller_.try_lock(); },
+                  .unlock = [this] { caller_.unlock(); },
                   .late = [this]() -> std::optional<LossWatch::Late> {
                     return is_late_ ? std::optional(late_) : std::nullopt;
                   },
@@ -69,12 +68,19 @@ class Repeating {
     return made_;
   }
   [[nodiscard]] bool is_over() const { return is_over_; }
+  // The caller's next call, which keeps the watch from answering.
+  [[nodiscard]] std::optional<LossWatch::Agreement> settle() {
+    const std::lock_guard lock(caller_);
+    auto agreed = watch_.settle("plan", ErrorCode::kPeerFailed, state_);
+    watch_.resume();
+    return agreed;
+  }
 
  private:
   Calls state_;
   LossWatch::Late late_ = {};
   std::optional<LossWatch::Agreement> made_;
-  std::atomic<bool> is_locked_ = false;
+  std::mutex caller_;
   std::atomic<bool> is_late_ = false;
   std::atomic<bool> is_over_ = false;
   LossWatch watch_;
@@ -157,8 +163,7 @@ TEST(CallRepeatsTest, WatchesAgreeWhatIsMadeAgain) {
       }
       if (!world.is_repeated) {  // then the callers agree on what is void
         const Calls calls = world.ranks[static_cast<size_t>(group.rank())];
-        const auto agreed = own.watch().settle("plan", ErrorCode::kPeerFailed, calls);
-        own.watch().resume();
+        const auto agreed = own.settle();
         problem += agreed && agreed->last >= calls.last && !agreed->is_repeated ? "" : "no calls; ";
       }
       if (own.watch().has_news() || own.watch().lost() != 0b10) {
@@ -180,9 +185,7 @@ TEST(CallRepeatsTest, WatchesGiveUpARankThatDoesNotCome) {
     std::string problem;
     if (group.rank() == 1) {
       static_cast<void>(own.made());
-      const auto thrown = thrown_by([&] {
-        static_cast<void>(own.watch().settle("plan", ErrorCode::kPeerFailed, idle(10)));
-      });
+      const auto thrown = thrown_by([&] { static_cast<void>(own.settle()); });
       problem = thrown && thrown->code == ErrorCode::kPeerFailed ? "" : "it does not hear of it";
     } else {
       own.wait_in_vain({ErrorCode::kTimeout, 1});
@@ -192,6 +195,53 @@ TEST(CallRepeatsTest, WatchesGiveUpARankThatDoesNotCome) {
     return verdict(group.rank(), problem);
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+// Calls cannot be made again. Rank 2 waits in another exchange while the others agree on what is
+// void and then lose rank 3, too: it hears of both by its next call.
+TEST(CallRepeatsTest, WatchesAnswerForACallerThatIsElsewhereAgain) {
+  const Shared<std::atomic<int>> num_done;
+  const Shared<std::atomic<int>> num_settled;
+  const Shared<std::array<std::atomic<uint64_t>, kRanks>> last;
+  const auto statuses = run_forked(kRanks, [&](const Group& group) {
+    const auto rank = static_cast<size_t>(group.rank());
+    const Calls calls = unable(held(10, 1, false));
+    Repeating own(group, calls);
+    const std::unique_ptr<LossWatch::Wait> elsewhere =
+        rank == 2 ? std::make_unique<LossWatch::Wait>(kElsewhere) : nullptr;
+    group.barrier();
+    if (rank == 1) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    std::string problem = own.made() || !own.is_over() ? "not void; " : "";
+    const auto settle = [&] {
+      const auto agreed = own.settle();
+      (*last)[rank] = agreed ? agreed->last : 0;
+      problem += agreed && !agreed->is_repeated ? "" : "no calls; ";
+    };
+    if (rank != 2) {
+      settle();
+      ++*num_settled;
+    }
+    const Deadline deadline(kSoon);
+    while (*num_settled < 2 && !deadline.has_passed()) {
+      std::this_thread::sleep_for(1ms);
+    }
+    if (rank == 3) {
+      static_cast<void>(::raise(SIGKILL));
+    }
+    while (rank == 0 && !own.watch().has_news() && !deadline.has_passed()) {
+      std::this_thread::sleep_for(1ms);
+    }
+    while (own.watch().lost() != 0b1010 && !deadline.has_passed()) {
+      settle();
+    }
+    await_all(*num_done, 2);
+    problem += own.watch().lost() == 0b1010 ? "" : "not lost; ";
+    problem += (*last)[0] == (*last)[2] && (*last)[0] >= calls.last ? "" : "other calls; ";
+    return verdict(group.rank(), problem);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0, kKilled}));
 }
 
 // A wait was in vain although all live: the caller hears of that as without any of this.
