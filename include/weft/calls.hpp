@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch and combine take and give. Previous: plan.hpp; next: exchange.hpp.
+// Inputs and outputs of dispatch and combine. Previous: plan.hpp; next: exchange.hpp.
 #pragma once
 
 #include <cstdint>
@@ -17,19 +17,21 @@ struct CallOptions {
   // CPU.
   void* stream = nullptr;
   int num_sms = 0;  // of this call; 0: as configured
-  // Of all ranks or none. dispatch, combine: copy engines carry the rows between GPUs, and
-  // multiprocessors only pack them before and store or add them after, so that little is taken from
-  // computation beside it but memory bandwidth. Needs ExchangeConfig::copy_engines, whose room is
-  // for rows of 16 bits an element with 512 bytes of scales. Multiprocessors carry all rows, as if
-  // this were false, where rows do not fit, where the call is captured, and where combine is in
-  // fp32, by source weights or coded (Wire). The result is the same; where the call fails, rows of
-  // this rank's own tokens may have been written.
+  // True if copy engines carry the rows of a dispatch or combine between GPUs; must be the same on
+  // every rank. Multiprocessors then only pack rows before and store or add them after, so that
+  // little is taken from computation beside it but memory bandwidth. Needs
+  // ExchangeConfig::copy_engines, whose room is for rows of 16 bits an element with 512 bytes of
+  // scales. Multiprocessors carry all rows, as if this were false, where rows do not fit, where the
+  // call is captured, and where combine is in fp32, by source weights or coded (Wire). The result
+  // is the same; where the call fails, rows of this rank's own tokens may have been written.
   bool copy_engines = false;
   // GPUs of one domain: the call only sends, without a wait for any peer; Exchange::receive() has
-  // the rest. A call without replicas that plans and dispatches in one launch (Exchange::dispatch),
-  // where each rank may choose for itself; and a combine by source weights of a routing by
-  // topk_idx, of all ranks or none, if ExchangeConfig::max_tokens and max_topk leave room for a row
-  // of every route of a rank. What is no such call receives at once.
+  // True if the call only sends, without a wait for any peer, and Exchange::receive() has the rest;
+  // GPUs of one domain only. It holds for a call without replicas that plans and dispatches in one
+  // launch (Exchange::dispatch), where each rank may choose for itself; and for a combine by source
+  // weights of a routing by topk_idx, where it must be the same on every rank, if
+  // ExchangeConfig::max_tokens and max_topk leave room for a row of every route of a rank. Any
+  // other call receives at once.
   bool receives_later = false;
   // The caller's own count of its collective calls, up to 2^28 - 1, after which it begins again.
   // Ranks whose calls have come out of step, because one of them left a call out, then throw and
@@ -38,9 +40,9 @@ struct CallOptions {
   int64_t number = 0;
 };
 
-// What is stored instead of the bf16 rows that are given: small numbers, and a scale for each group
-// of them. `out.rows` is then kByte [num_rows, bytes], `out.scales` [num_rows, groups], and no
-// input scales are given.
+// Format that is stored instead of the bf16 rows that are given: small numbers, and a scale for
+// each group of them. `out.rows` is then kByte [num_rows, bytes], `out.scales` [num_rows, groups],
+// and no input scales are given.
 //
 // kE4M3, kE5M2: FP8 rows [num_rows, hidden] with one scale for every kQuantiseGroup elements, fp32
 // or with ScaleRule::kUe8m0 kByte.
@@ -84,7 +86,7 @@ struct DispatchInput {
 enum class ScaleLayout : uint8_t {
   kByRow,     // [num_rows] rows
   kByColumn,  // of each expert's block as [words, stride]; grouped matrix products want FP8's so
-  // Of each expert's block in tiles of 128 rows and a word of each, a row of tiles after the other:
+  // Each expert's block in tiles of 128 rows and one word of each, row after row of tiles, as
   // [ceil(stride / 128), words, 32, 4] words, where row r of a tile lies at [r % 32, r / 32]. The
   // output has [local experts * ceil(stride / 128) * 128] rows; those behind a block's last are
   // left as they were. Grouped matrix products want those of MXFP8 and NVFP4 so.
@@ -97,7 +99,7 @@ struct DispatchOutput {
   Tensor weights = {};  // fp32 [plan.num_rows(), plan.row_weight_cols()]; zero where no route
   Tensor scales = {};   // [plan.num_rows(), cols of scales]
 
-  // What is wanted beside it, on this rank.
+  // Optional outputs beside these; each rank chooses its own.
   // int32 [plan.num_rows(), 2]: the rank that a row comes from, and its token there. What belongs
   // to a row without a token is left as it was.
   Tensor sources = {};
@@ -117,9 +119,9 @@ enum class CombineScale : uint8_t {
   kSourceWeights,  // each row times CombineInput::source_weights
 };
 
-// What tells combine that rows are whole, where they are still being written when it begins. A
-// block of an expert's rows is whole when its mark equals `wanted`: whoever writes the rows stores
-// that after them, with release semantics.
+// Marks that tell combine which rows are whole, where they are still being written when it begins.
+// A block of an expert's rows is whole when its mark equals `wanted`: whoever writes the rows
+// stores that after them, with release semantics.
 struct RowMarks {
   // kInt32 [1, local experts * blocks of an expert's expert_stride rows], by expert, then block.
   ConstTensor marks = {};
@@ -163,8 +165,9 @@ struct CombineInput {
   // where this names no expert. Where it names another than the plan was made of, CPUs refuse the
   // call; on GPUs the sum is NaN, and the rank's next call is refused. Not between domains of GPUs.
   ConstTensor source_idx = {};
-  // Of all ranks or none, kExpertStrided only, not between domains of GPUs. A GPU waits for them on
-  // CallOptions::num_sms multiprocessors, block by block where the call could be received later.
+  // Marks of the rows, kExpertStrided only, not between domains of GPUs; if any rank gives them,
+  // every rank must. A GPU waits for them on CallOptions::num_sms multiprocessors, block by block
+  // where the call could be received later.
   RowMarks ready = {};
   Wire wire = Wire::kNone;
 };

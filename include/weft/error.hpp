@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Weft throws. Message grammar: `<verb>: <problem> (<expected or why>) [rank r/N, transport]
+// Exceptions of Weft. Message grammar: `<verb>: <problem> (<expected or why>) [rank r/N, transport]
 // at file:line`.
 #pragma once
 

@@ -13,7 +13,7 @@
 // expert_stride, with Overflow::kDrop); without that wait every call can be captured in a CUDA
 // graph, if calls of the same size were made before.
 //
-// In a group of several domains (Group::topology) a token crosses to each other domain once, and
+// A token crosses to each other domain once in a group of several domains (Group::topology), and
 // one row comes back from there. Combine then adds, over domains ascending, what the token's ranks
 // of a domain add up to, rounded to the dtype; in one domain, over ranks ascending, what its rows
 // on a rank add up to, rounded. So the bits depend on how ranks are grouped into domains, and on
@@ -40,8 +40,8 @@
 
 namespace weft {
 
-// Who handles the several rows that a token has on one rank, where these rows lie in peers' reach
-// (Exchange::allocate). The result is the same.
+// Rank that handles the several rows that a token has on one rank, where these rows lie in peers'
+// reach (Exchange::allocate). The result is the same.
 enum class FanOut : uint8_t {
   kAuto,  // kSource where all of the host's memory is equally near (one NUMA node), else kReceiver
   kSource,    // the token's rank stores every row in dispatch and reads every row in combine
@@ -55,7 +55,7 @@ enum class Mover : uint8_t {
   kBulk,    // the bulk copy engine, compute capability 9.0 and later
 };
 
-// What becomes of a call during which ranks die, leave, or let a deadline pass.
+// Outcome of a call during which ranks die, leave, or let a deadline pass.
 enum class PeerLoss : uint8_t {
   kFail,  // it throws on all other ranks, and the exchange can no longer be used
   // CPU exchanges: it ends without them, on all others with the same members and the bits of an
@@ -113,7 +113,7 @@ struct ExchangeConfig {
   std::function<void(const CallReport&)> on_loss = {};
 };
 
-// Who takes part, with PeerLoss::kShrink. The same on all ranks that are left when a call is over.
+// Members, with PeerLoss::kShrink: equal on all ranks that are left when a call is over.
 struct CallReport {
   uint64_t epoch = 0;      // how often the members have changed
   std::vector<int> alive;  // ascending
@@ -263,24 +263,24 @@ class Exchange {
   // range, kUnsupported without PeerLoss::kShrink and for threads of this process that have not
   // left.
   void mask(std::span<const int> ranks);
-  // Local. By this a new process takes the place of a rank that is lost (Group::rejoin); keep it as
-  // secret as the group's. Throws Error (kUnsupported) without PeerLoss::kShrink; so do readmit()
-  // and grow().
+  // Returns the text by which a new process takes the place of a rank that is lost (Group::rejoin);
+  // keep it as secret as the group's. Local. Throws Error (kUnsupported) without PeerLoss::kShrink;
+  // so do readmit() and grow().
   [[nodiscard]] std::string invitation() const;
-  // By all ranks that are left, between the same two calls: takes lost ranks in again, whose new
-  // processes make the exchange by an invitation meanwhile. Then all go on together, and plans from
-  // before are refused. Throws Error (kInvalidArgument) for ranks that are not lost; TimeoutError
-  // naming those that have not come within the timeout, PeerError if they are lost again: on all
-  // ranks that are left the same, with the same members, and the exchange can be used on. On GPUs
-  // replays must have ended, and in one domain the last process in the place: throws Error
-  // (kRanksLost) where a rank was lost before all had called this, and TimeoutError for a process
-  // that lives on. Graphs captured before go on where the GPU transport keeps addresses (vmm);
-  // elsewhere a replay does nothing, and check() throws kInvalidArgument.
+  // Takes lost ranks in again, whose new processes make the exchange by an invitation meanwhile.
+  // All ranks that are left call this, between the same two calls. Then all go on together, and
+  // plans from before are refused. Throws Error (kInvalidArgument) for ranks that are not lost;
+  // TimeoutError naming those that have not come within the timeout, PeerError if they are lost
+  // again: the same on all ranks that are left, with the same members, and the exchange can be used
+  // on. On GPUs replays must have ended, and in one domain the last process in the place: throws
+  // Error (kRanksLost) where a rank was lost before all had called this, and TimeoutError for a
+  // process that lives on. Graphs captured before go on where the GPU transport keeps addresses
+  // (vmm); elsewhere a replay does nothing, and check() throws kInvalidArgument.
   void readmit(std::span<const int> ranks);
-  // By all ranks that are left, between the same two calls: later calls may have as many tokens on
-  // a rank, and choices of a token, as any of these has asked for here. Plans from before go on.
-  // False if they could have as many before. Throws Error: kInvalidArgument on every rank for more
-  // than can be, kUnsupported as above and on GPUs.
+  // Lets later calls have as many tokens on a rank, and choices of a token, as any rank has asked
+  // for here. All ranks that are left call this, between the same two calls. Plans from before go
+  // on. Returns false if they could have as many before. Throws Error: kInvalidArgument on every
+  // rank for more than can be, kUnsupported as above and on GPUs.
   bool grow(int64_t max_tokens, int max_topk);
 
   // Local. To `sums`, int64 [1, num_ranks] on the exchange's device, adds `times` the microseconds

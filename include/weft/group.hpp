@@ -53,9 +53,9 @@ class Group {
   [[nodiscard]] static Group connect(const Rendezvous& rendezvous);
   // Collective, over a control plane that the caller already has (MPI, torch store).
   [[nodiscard]] static Group from_all_gather(int rank, int num_ranks, AllGather all_gather);
-  // In the place of a rank that was lost (ExchangeConfig::on_peer_loss): `invitation` is from
-  // Exchange::invitation() of a rank that is left. One exchange can be made with it, by the same
-  // config as there; all_gather() throws. Throws Error: kInvalidArgument for a text that is no
+  // Makes a group in the place of a rank that was lost (ExchangeConfig::on_peer_loss); `invitation`
+  // is from Exchange::invitation() of a rank that is left. One exchange can be made with it, by the
+  // same config as there; all_gather() throws. Throws Error: kInvalidArgument for a text that is no
   // invitation, kUnsupported on another host than that of a rank that shared memory with others.
   [[nodiscard]] static Group rejoin(int rank, std::string_view invitation);
 

@@ -54,7 +54,7 @@ inline constexpr std::array<std::string_view, 7> kNodeNames = {
   return exchanges ? Lane::kExchange : Lane::kCompute;
 }
 
-// What a step does. Steps of one micro-batch wait for each other across lanes, with two exceptions:
+// Work of a step. Steps of one micro-batch wait for each other across lanes, with two exceptions:
 // nothing waits for a weight gradient (it follows its backward on the same lane), nor for a send.
 enum class Action : uint8_t {
   kForward,         // of a node
@@ -119,7 +119,7 @@ struct VirtualStage {
   bool operator==(const VirtualStage&) const = default;
 };
 
-// What is issued together, as by pair_order().
+// Forward and backward that are issued together, in the order of pair_order().
 struct StagePair {
   std::optional<VirtualStage> forward = {};
   std::optional<VirtualStage> backward = {};
@@ -139,7 +139,7 @@ struct StagePair {
 // shorter time, to pack its rows.
 [[nodiscard]] int overlapped_sms(int num_gpu_sms, bool is_copied_dispatch);
 
-// Whether copy engines carry the rows of a call that shares its GPU with computation. The
+// Returns whether copy engines carry the rows of a call that shares its GPU with computation. The
 // environment variable WEFT_COPY_ENGINES says auto, never or always, the same on every rank. Throws
 // Error (kInvalidArgument) for another value.
 [[nodiscard]] bool overlapped_copies(int hidden, int num_ranks);

@@ -28,7 +28,7 @@ enum class Layout : uint8_t {
 
 [[nodiscard]] std::string_view layout_name(Layout layout);
 
-// What happens to routes that do not fit a row budget or an expert stride.
+// Treatment of routes that do not fit a row budget or an expert stride.
 enum class Overflow : uint8_t {
   kDrop,   // last slots first: the routes give zeros and zero gradients, Plan::overflow() is set
   kError,  // plan() throws on every rank, naming the first rank that lacks room
@@ -65,8 +65,8 @@ struct Balancing {
   // source rank, then token, and replicas whole blocks of so many; the last replica stands in for a
   // master that is lost. At most 1024.
   int64_t block_rows = 1;
-  // What the weights of a planned replica cost, in rows. A call in which replicas spare the busiest
-  // rank no more than they cost the rank that sends or gets most of them has none. 0: nothing.
+  // Cost of the weights of a planned replica, in rows; 0: nothing. A call has no replicas where
+  // they spare the busiest rank no more than they cost the rank that sends or gets most of them.
   int64_t replica_rows = 0;
   friend bool operator==(const Balancing&, const Balancing&) = default;
 };
@@ -140,7 +140,7 @@ class Plan {
   // SumOrder::kRank. With kTopk a row for each of its routes to another rank, straight from there;
   // on CPUs one for all topk routes of a token.
   [[nodiscard]] int64_t returned_bytes(int64_t row_bytes) const;
-  // Those of wire_bytes() that leave this rank's domain; 0 in a group of one domain, and for a plan
+  // Bytes of wire_bytes() that leave this rank's domain; 0 in a group of one domain, and for a plan
   // from a file.
   [[nodiscard]] int64_t crossing_bytes(int64_t row_bytes) const;
   // Bytes of all rows that this rank receives, its own included, padding excluded.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the router decided for this rank's tokens. Next in the data flow: plan.hpp.
+// Decisions of the router for this rank's tokens. Next in the data flow: plan.hpp.
 #pragma once
 
 #include "weft/tensor.hpp"
@@ -24,8 +24,8 @@ struct Routing {
   ConstTensor map_indices = {};
 };
 
-// What `count_routing` writes. A token counts once for a rank or a host, however many of its
-// experts are there.
+// Outputs of `count_routing`. A token counts once for a rank or a host, however many of its experts
+// are there.
 struct RoutingCounts {
   Tensor per_rank;                // int32 [1, num_ranks] tokens
   Tensor per_expert;              // int32 [1, num_experts] choices
@@ -42,7 +42,7 @@ void count_routing(
     const ConstTensor& topk_idx, int num_experts, const RoutingCounts& out, void* stream = nullptr
 );
 
-// What `spread_routing` writes.
+// Outputs of `spread_routing`.
 struct SpreadRouting {
   Tensor map;           // bool [num_tokens, num_experts]
   Tensor weights = {};  // fp32 likewise; optional
