@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What formats with a byte of scale for each small group have in common, for host and device: the
+// Code that formats with a byte of scale for each small group share, for host and device: the
 // largest magnitude of a group, and powers of two in a byte (E8M0). mxfp8.hpp and nvfp4.hpp use it.
 #pragma once
 

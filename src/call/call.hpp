@@ -19,7 +19,7 @@ namespace weft {
   return index < std::size(kNames) ? kNames[index] : "nothing known";
 }
 
-// Where a source writes an arrival's row: the receiver's choice, the sources follow.
+// Place where a source writes an arrival's row: the receiver chooses, the sources follow.
 enum class Place : uint32_t {
   kStaging,      // row i of arrival i of the receiver's staging; it copies it to every slot
   kPrimarySlot,  // the first slot of the receiver's output; it copies it to the others
@@ -28,12 +28,12 @@ enum class Place : uint32_t {
   kCopied,       // GPU, by copy engines, in blocks: a block of the receiver's, by source
 };
 
-// What an operation does not have keeps its default.
+// Arguments of a call; those that its operation does not have keep their default.
 struct Call {
   Op op = Op::kNone;
   int64_t number = 0;  // CallOptions::number
-  // Of dispatch and combine: the call that made the plan. Of a plan: 0, or the number of the plan
-  // that is imported from the host.
+  // Number of the call that made the plan, for dispatch and combine; for a plan 0, or the number of
+  // the plan that is imported from the host.
   int64_t plan_number = 0;
 
   PlanOptions options = {};  // these four of a plan

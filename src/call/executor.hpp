@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every executor answers for. Exchange picks one by ExchangeConfig::device.
+// Interface of every executor. Exchange picks one by ExchangeConfig::device.
 #pragma once
 
 #include <algorithm>
@@ -109,8 +109,8 @@ class Executor {
 [[nodiscard]] std::unique_ptr<Executor> make_cpu_exchange(
     const Group& group, const ExchangeConfig& config
 );
-// In src/hosts/exchange.cpp; a build without CUDA throws Error (kUnsupported) instead.
-// `domains` as Topology::domains; others than the group's are for tests.
+// Makes an executor for GPUs (src/hosts/exchange.cpp); a build without CUDA throws Error
+// (kUnsupported) instead. `domains`: as Topology::domains; others than the group's are for tests.
 [[nodiscard]] std::unique_ptr<Executor> make_cuda_exchange(
     const Group& group, const ExchangeConfig& config, const std::vector<std::vector<int>>& domains
 );

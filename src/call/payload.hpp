@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What travels for a token, in bytes: every size of a row, of its scales and of its weights. For
-// host and device.
+// Bytes that travel for a token: every size of a row, of its scales and of its weights. For host
+// and device.
 #pragma once
 
 #include <cstdint>
@@ -75,7 +75,7 @@ struct PayloadFormat {
 [[nodiscard]] inline int64_t returned_row_bytes(const CombineInput& in) {
   return in.wire == Wire::kNone ? in.rows.row_bytes() : wire_row_bytes(in.wire, in.rows.cols);
 }
-// Whether the sums of a combine leave it coded.
+// True if the sums of a combine leave it coded.
 [[nodiscard]] inline bool codes_output(const CombineInput& in, const CombineOutput& out) {
   return in.wire != Wire::kNone && out.x.dtype == DType::kByte;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch makes of bf16 rows, for host and device: how rows of each format lie, and how FP8
+// Formats that dispatch makes of bf16 rows, for host and device: how rows of each lie, and how FP8
 // gets its scales: a group has one by a ScaleRule; an element is multiplied by a factor that goes
 // with it, rounded, and rounded to nearest even. mxfp8.hpp and nvfp4.hpp have the other formats.
 #pragma once

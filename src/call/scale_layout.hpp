@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the scales of a row of the output lie by each ScaleLayout, for host and device.
+// Places of a row's scales in the output, for each ScaleLayout; for host and device.
 #pragma once
 
 #include <cstdint>

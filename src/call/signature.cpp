@@ -83,7 +83,7 @@ constexpr auto kRowBytes = [](const Call& c) { return c.payload.row_bytes; };
 constexpr auto kScaleBytes = [](const Call& c) { return c.payload.scale_bytes; };
 constexpr auto kTokenRoom = [](const Call& c) { return c.token_room; };
 
-// What tells placements, and what replicas cost, apart; 0: neither is given.
+// Hash that tells placements, and costs of replicas, apart; 16 bits, 0: neither is given.
 constexpr auto kPlacement = [](const Call& c) {
   uint64_t sum = 0;
   for (const int32_t expert : c.options.balance.placement) {

@@ -28,7 +28,7 @@ struct Signature {
 };
 
 [[nodiscard]] Signature signature_of(const Call& call);
-// Whether a plan goes in one launch with its dispatch; nothing of a signature that is empty.
+// Returns whether a plan goes in one launch with its dispatch; nothing if the signature is empty.
 [[nodiscard]] std::optional<bool> has_dispatch(const Signature& plan);
 
 // "dtype of x = bfloat16 here and float16 on rank 2 (must be equal on all ranks)": the first field

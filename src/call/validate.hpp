@@ -25,7 +25,7 @@ void agree_on_config(
     const Group& group, const ExchangeConfig& config, const std::function<void()>& more_checks = {}
 );
 
-// Who asks: the exchange whose plans are accepted, and its limits.
+// Checks of arguments by one exchange, which accepts its own plans only, within its limits.
 struct Validator {
   Context context;
   const ExchangeConfig& config;
@@ -37,7 +37,7 @@ struct Validator {
  private:
   void quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out) const;
   void wire(const PlanData& plan, const CombineInput& in) const;
-  // What is wanted beside rows, weights and scales.
+  // Checks the optional outputs: all but rows, weights and scales.
   void beside(const PlanData& plan, const DispatchOutput& out) const;
   void marks(const PlanData& plan, const RowMarks& ready) const;
 };

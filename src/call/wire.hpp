@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a sum looks like on its way to its token's rank (Wire of weft/calls.hpp), in integers and in
-// fp32 operations that round alike everywhere: the same bits on every machine. For host and device,
-// a number at a time; docs/wire.md has the layout and the bounds of errors.
+// Code of a sum on its way to its token's rank (Wire of weft/calls.hpp), in integers and in fp32
+// operations that round alike everywhere: the same bits on every machine. For host and device, a
+// number at a time; docs/wire.md has the layout and the bounds of errors.
 //
 // A coded row has, one behind the other: a byte for each element; with kLogFmt10 two more bits for
 // each, four elements to a byte, the first in the lowest bits; and the head of each group of
@@ -25,7 +25,7 @@ inline constexpr uint32_t kMagnitude = 0x7fffffffU;  // of an fp32
 inline constexpr uint32_t kInfinity = 0x7f800000U;
 inline constexpr uint32_t kQuietNan = 0x7fc00000U;
 
-// Where the heads of a coded row begin.
+// Returns the byte of a coded row at which the heads of its groups begin.
 WEFT_HD constexpr int64_t wire_heads(Wire wire, int64_t hidden) {
   return wire == Wire::kFp8 ? hidden : hidden + hidden / 4;
 }
