@@ -34,10 +34,10 @@ bool has_shape(nb::handle tensor, uint64_t types, int64_t rows, int64_t cols) {
   return suits(tensor, types, std::array{rows, cols});
 }
 
-// Whether x has rows that travel as they are on an exchange.
+// True if x has rows that an exchange carries as they are.
 bool are_rows(Calls& calls, nb::handle x, int64_t num_rows) {
   const int64_t hidden = calls.exchange().config().hidden;
-  // Of these a row has 16 bytes, or several times that.
+  // Types of which a row has a multiple of 16 bytes.
   const uint64_t whole = hidden % 8 == 0 ? kFloats : kFloat32;
   return hidden % 4 == 0 && has_shape(x, whole, num_rows, hidden);
 }
@@ -72,7 +72,7 @@ struct Rows {
     }
   }
 
-  // What came of it, alike.
+  // Returns what came of x in its form: rows, or rows and their scales.
   [[nodiscard]] nb::object of(const nb::tuple& out) const {
     return scales.is_none() ? nb::object(out[0]) : nb::make_tuple(out[0], out[2]);
   }
@@ -87,8 +87,8 @@ nb::list list_of(std::span<const int64_t> counts, int64_t alignment) {
   return rounded;
 }
 
-// What plan_and_dispatch() returns, what is known of the counts, and what was sent, for a dispatch
-// that is still to be called.
+// Returns the result of a call whose dispatch is still to be made: what plan_and_dispatch()
+// returns, what is known of the counts, and what was sent.
 nb::object planned(const nb::tuple& found, const nb::object& counts, const nb::tuple& sent) {
   return nb::make_tuple(found[0], found[1], found[2], counts, sent);
 }

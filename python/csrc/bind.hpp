@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the files of this folder share: what <name>_py.cpp binds, and memory that Python sees.
+// Declarations that this folder shares: what <name>_py.cpp binds, and memory that Python sees.
 #pragma once
 
 #include <atomic>
@@ -36,9 +36,9 @@ inline void* stream_of(uintptr_t number) {
 // it last takes the lock for that.
 [[nodiscard]] std::shared_ptr<nb::callable> held_of(nb::callable function);
 
-// What Python's modules have, looked up once and kept as long as the process lives: the interpreter
-// may be gone before. A static of a function would be locked meanwhile, and Python may let another
-// thread run, which would wait for that lock and not give the interpreter back.
+// Returns what Python's modules have, looked up once and kept as long as the process lives, since
+// the interpreter may be gone before. A static of a function would be locked meanwhile, and Python
+// may let another thread run, which would wait for that lock and not give the interpreter back.
 template <class Found>
 const Found& looked_up() {
   static std::atomic<const Found*> known = nullptr;

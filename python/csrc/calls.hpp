@@ -36,15 +36,15 @@ inline bool is_main_thread() {
   return PyThread_get_thread_ident() == looked_up<MainThread>().id;
 }
 
-// Whether a handler of Python's has raised: KeyboardInterrupt, or what one for SIGTERM does.
+// Returns whether a handler of Python's has raised: KeyboardInterrupt, or what SIGTERM's does.
 inline bool has_signal() {
   const nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
 }
 
-// What Python's Exchange holds. Calls run without the interpreter's lock and one at a time: forward
-// and backward may come from different threads. Nobody waits for a call with the interpreter's lock
-// held, which that call needs now and then.
+// Core exchange behind Python's. Calls run without the interpreter's lock and one at a time:
+// forward and backward may come from different threads. No thread waits for a call with the
+// interpreter's lock held, which that call needs now and then.
 class Calls {
  public:
   Calls(const Group& group, const ExchangeConfig& config) : exchange_(group, config) {}
@@ -101,8 +101,7 @@ class Calls {
     return exchange_.allocate(rows, cols, DType::kByte);
   }
 
-  // What the last plan took that told the number of its rows, for the memory of the next; -1
-  // before.
+  // Number of rows of the last plan that told it, for the memory of the next; -1 before.
   int64_t last_rows = -1;
   // How many more the next may need: none while their number stays.
   int64_t spare_rows = 0;

@@ -38,7 +38,7 @@ std::string text_of(int64_t number) {
   return std::to_string(number);
 }
 
-// As Python's `if` has it.
+// Returns the truth of a value, like Python's `if`.
 bool is_true(nb::handle value) {
   const int found = PyObject_IsTrue(value.ptr());
   if (found < 0) {
@@ -69,7 +69,7 @@ constexpr Kinds kInt64 = {bit(ScalarType::kInt64), "int64"};
 constexpr Kinds kBool = {bit(ScalarType::kBool), "bool"};
 constexpr Kinds kIntegers = {kInt64.bits | kInt32.bits, "int64", "int32"};
 
-// Of one dimension: a number, or a name for any.
+// Size of one dimension: a number, or a name for any.
 struct Size {
   int64_t number = -1;
   const char* name = nullptr;
@@ -143,7 +143,7 @@ int64_t check_layout(
 
 namespace {
 
-// What low_latency_dispatch may make of rows: its arguments of these names.
+// Formats that low_latency_dispatch may make of rows: its arguments of these names.
 struct BlockFormats {
   bool use_fp8;
   bool round_scale;

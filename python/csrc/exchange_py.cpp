@@ -58,14 +58,14 @@ nb::tuple dispatch(
 
 namespace {
 
-// Whether memory that was taken before the number of rows was known holds them, and wastes little.
+// True if memory taken before the number of rows was known holds them, and at most 1/8 more.
 bool is_room_for(const Tensor& rows, int64_t num_rows) {
   return rows.is_given() && num_rows <= rows.rows && rows.rows <= num_rows + num_rows / 8;
 }
 
 DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
   for (Tensor* tensor : {&out.rows, &out.weights, &out.scales, &out.experts}) {
-    // Those in tiles are made where the number of rows is known.
+    // Scales in tiles are made where the number of rows is known.
     const bool is_whole = tensor == &out.scales && out.scale_layout == ScaleLayout::kInTiles;
     if (tensor->is_given() && !is_whole) {
       tensor->rows = num_rows;
@@ -96,9 +96,9 @@ Written written_for(
   return {calls, sent, options, shape, pool};
 }
 
-// The same so that a GPU that has counted waits for little more than the launch. If nobody gave the
-// number of rows, as much as the last such call took, and a little more where it changes; none if
-// there is no last call, or not as much.
+// Takes that memory so early that a GPU that has counted waits for little more than the launch. If
+// the number of rows was not given, as much as the last such call took, and a little more where it
+// changes; none if there is no last call, or not as much.
 std::optional<Written> written_ahead(
     Calls& calls,
     const RoutingGiven& routing,
@@ -141,8 +141,8 @@ nb::tuple plan_and_dispatch(
   const bool is_alone = calls.exchange().writes_alone(
       routes.routing(options), options, given.input(options), options
   );
-  // Where nobody gave the number of rows, too, if there is one launch; what it has no room for is
-  // placed by another.
+  // One call makes both, too, where the number of rows was not given but there is one launch; what
+  // it has no room for is placed by another.
   const bool is_one_call = how.is_one_call || (!given_rows && is_alone);
   if (!how.pool_of.is_none() && !is_alone) {
     pool = how.pool_of(nb::find(calls));

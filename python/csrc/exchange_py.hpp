@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What at_once_py.cpp makes calls of weft/compat of: those of exchange_py.cpp, and what other files
-// make of a routing and of a plan.
+// Calls of which at_once_py.cpp makes those of weft/compat: exchange_py.cpp has them, and other
+// files what is made of a routing and of a plan.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What libfmt has beside its headers, compiled into the module: the library's name differs from one
-// release of a distribution to the next.
+// Code that libfmt has beside its headers, compiled into the module: the library's name differs
+// from one release of a distribution to the next.
 #include <fmt/format-inl.h>
 
 FMT_BEGIN_NAMESPACE

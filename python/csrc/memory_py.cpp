@@ -24,7 +24,7 @@ struct Segments {
   }
 };
 
-// What torch.cuda.use_mem_pool calls; its context manager costs as much as an allocation.
+// Functions that torch.cuda.use_mem_pool calls; its context manager costs as much as an allocation.
 struct PoolCalls {
   nb::object torch = nb::module_::import_("torch").attr("_C");
   nb::object begin = torch.attr("_cuda_beginAllocateCurrentThreadToPool");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What headers and archives of a newer glibc call and 2.28 does not have. These definitions stay
-// inside the module (exports.map).
+// Symbols that headers and archives of a newer glibc use and 2.28 does not have. These definitions
+// stay inside the module (exports.map).
 #include <algorithm>
 #include <cstdint>
 #include <dlfcn.h>
@@ -31,7 +31,7 @@ int64_t now(clockid_t clock) {
 
 extern "C" {
 
-// Of 2.33. The system's call fills glibc's structure on machines of 64 bits.
+// Functions of glibc 2.33. The system's call fills its structure on machines of 64 bits.
 static_assert(sizeof(long) == 8);
 
 int stat(const char* path, struct stat* found) {
@@ -69,10 +69,10 @@ int pthread_cond_clockwait(
   return ::pthread_cond_timedwait(condition, mutex, &wall);
 }
 
-// Of 2.32, and a hint: false is always true.
+// Hint of glibc 2.32; false is always true.
 char __libc_single_threaded = 0;  // NOLINT(bugprone-reserved-identifier)
 
-// Of 2.36, for std::random_device.
+// Function of glibc 2.36, for std::random_device.
 uint32_t arc4random() {
   uint32_t value = 0;
   while (::getrandom(&value, sizeof value, 0) != sizeof value) {

@@ -40,7 +40,7 @@ Wire wire_by_name(std::string_view name) {
 
 void bind_config(nb::module_& m) {
   const auto set_timeout = [](ExchangeConfig& config, double seconds) {
-    // What is no number, or too large for the bounds that the exchange knows, is refused by them.
+    // INT64_MAX stands for what is no number or too large: the exchange refuses it by its bounds.
     const double most = 1e12;
     config.timeout =
         std::chrono::milliseconds(seconds < most ? static_cast<int64_t>(seconds * 1e3) : INT64_MAX);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Python says of an exchange and of a call: ExchangeConfig and Options, with the names of
+// Options of an exchange and of a call from Python: ExchangeConfig and Options, with the names of
 // weft.Exchange's arguments and their values.
 #pragma once
 

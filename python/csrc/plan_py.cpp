@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What weft/outputs.py reads of a plan that exchange_py.cpp made.
+// Properties that weft/outputs.py reads of a plan that exchange_py.cpp made.
 #include <algorithm>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -118,7 +118,7 @@ void bind_plan(nb::module_& m) {
           "on_device",
           [](const Plan& p, int device) {
             const Plan::OnDevice here = p.on_device();
-            // As bytes; None on a CPU.
+            // Returns numbers as bytes; None on a CPU.
             const auto numbers = [&](const void* data, DType dtype, int64_t count) -> nb::object {
               if (data == nullptr) {
                 return nb::none();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a routing by top-k says in other words, for weft/compat: local calls, which make the tensors
-// that they return.
+// Other forms of a routing by top-k, for weft/compat: local calls, which make the tensors that they
+// return.
 #include "checks_py.hpp"
 #include "torch_tensor.hpp"
 #include "weft/routing.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who takes part in the calls of an exchange, for Python.
+// Membership in the calls of an exchange, for Python.
 #pragma once
 
 #include <cstdint>

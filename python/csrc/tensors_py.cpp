@@ -26,7 +26,7 @@ ScalarType row_type(const SentGiven& sent, const Options& options) {
   return sent.x.type.value_or(ScalarType::kUint8);
 }
 
-// Of the scales that a call makes.
+// Returns the type of the scales that a call makes.
 ScalarType scale_type(const Options& options) {
   if (stored_format(options.quantise, options.scale_rule).scale_bytes > 1) {
     return ScalarType::kFloat32;
@@ -181,9 +181,9 @@ Tensor Written::add(int64_t rows, int64_t cols, ScalarType type) {
   return made_.add(rows, cols, type, shape);
 }
 
-// In memory that peers can write, so that rows are not staged. On a GPU up to a sixteenth more:
-// numbers of rows that differ from call to call find what earlier calls left, where a new
-// segment takes milliseconds and all ranks.
+// Takes memory that peers can write, so that rows are not staged. On a GPU up to a sixteenth more:
+// numbers of rows that differ from call to call find what earlier calls left, where a new segment
+// takes milliseconds and all ranks.
 void Written::add_rows(Calls& calls, ScalarType type, nb::handle pool, int64_t rows, int64_t cols) {
   const Device device = calls.exchange().config().device;
   if (device.kind == Device::Kind::kCuda && !pool.is_none()) {

@@ -7,7 +7,7 @@
 
 namespace weft::py {
 
-// Of one call, which reads those that concern it.
+// Options of one call, which reads those that concern it.
 struct Options : PlanOptions, CallOptions {
   bool ignores_unknown = false;
   Quantise quantise = Quantise::kNone;
@@ -79,7 +79,7 @@ struct SentGiven {
   }
 };
 
-// What a plan says of the rows that a rank gets, or will say.
+// Shape of the rows that a rank gets, as a plan says or will say.
 struct RowsShape {
   Layout layout = Layout::kExpertMajor;
   int64_t num_experts = 0;  // of this rank

@@ -44,7 +44,7 @@ struct DlExchange {
   void* stream;
 };
 
-// Of torch's stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h); 0 is success.
+// Functions of torch's stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h); 0 is success.
 using EmptyStrided = int32_t(
     int64_t num_dims,
     const int64_t* sizes,
@@ -65,7 +65,7 @@ using Reinterpret = int32_t(
 using GetData = int32_t(void* tensor, void** data);
 using Delete = int32_t(void* tensor);
 
-// What this process's torch has.
+// Parts of this process's torch; null or None where it lacks them.
 struct Torch {
   nb::object module = nb::module_::import_("torch");
   nb::object tensor = module.attr("Tensor");
@@ -75,8 +75,8 @@ struct Torch {
   Reinterpret* reinterpret = nullptr;  // of memory of another tensor
   GetData* get_data = nullptr;
   Delete* free = nullptr;
-  // Of capsules with what empty_strided made, which it takes over. Its like for one tensor does
-  // not: each would stay for ever.
+  // Makes tensors of capsules with what empty_strided made, which it takes over. Its like for one
+  // tensor does not: each would stay for ever.
   nb::object to_tensors;
 
   Torch() {
@@ -162,7 +162,7 @@ std::optional<DlTensor> look(nb::handle tensor) {
   return where == kDlCpu || where == kDlCuda ? std::optional(found) : std::nullopt;
 }
 
-// Likewise. A matrix or a vector, or blocks of rows that make one matrix.
+// Reads a matrix or a vector, or blocks of rows that make one matrix; nothing where look() says so.
 std::optional<Given> read_quickly(nb::handle tensor, bool is_blocks = false) {
   const std::optional<DlTensor> seen = look(tensor);
   if (!seen) {
@@ -187,7 +187,7 @@ std::optional<Given> read_quickly(nb::handle tensor, bool is_blocks = false) {
       type};
 }
 
-// By Python, which says what is wrong.
+// Reads a tensor by Python, which says what is wrong.
 Given read_slowly(const char* name, nb::handle tensor) {
   const nb::object seen = looked_up<Torch>().outputs.attr("view")(name, tensor);
   if (seen.is_none()) {
@@ -228,7 +228,7 @@ struct Bytes {
   Bytes(const Bytes&) = delete;
 };
 
-// The same by Python, which costs some microseconds.
+// Makes a tensor of bytes by Python, which costs some microseconds.
 nb::object array_by_python(const Tensor& tensor, std::shared_ptr<const void> owner) {
   using Owner = std::shared_ptr<const void>;
   auto kept = std::make_unique<Owner>(std::move(owner));

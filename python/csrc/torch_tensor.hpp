@@ -29,12 +29,12 @@ enum class ScalarType : int32_t {
   kFloat8E4M3 = 24
 };
 
-// Of the types that suits() takes.
+// Returns the bit of a type among those that suits() takes.
 constexpr uint64_t bit(ScalarType type) {
   return uint64_t{1} << static_cast<int>(type);
 }
 
-// What the core sees of a tensor: a matrix without gaps, or a vector as one column.
+// View that the core has of a tensor: a matrix without gaps, or a vector as one column.
 struct Given {
   nb::object owner;  // of the memory; a copy if the caller's tensor has gaps
   Tensor tensor;     // not given where the caller's is None
@@ -43,25 +43,25 @@ struct Given {
 
 // `name`: of the argument, for what is refused. Raises what `view` of weft/outputs.py does.
 [[nodiscard]] Given read_needed(const char* name, nb::handle tensor);
-// The same of blocks of rows [any, any, cols], which is one matrix.
+// Reads blocks of rows [any, any, cols], which are one matrix, like read_needed().
 [[nodiscard]] Given read_blocks(const char* name, nb::handle tensor);
-// The same as read_needed(), or None.
+// Reads a tensor like read_needed(), or None.
 [[nodiscard]] Given read(const char* name, nb::handle tensor);
-// The same of a matrix of any type, which the core moves as bytes.
+// Reads a matrix of any type, which the core moves as bytes, or None.
 [[nodiscard]] Given read_bytes(const char* name, nb::handle tensor);
-// The same of numbers one after the other.
+// Reads numbers one after the other as one row, or None.
 [[nodiscard]] Given read_vector(const char* name, nb::handle tensor);
 
 // A tensor, or none, that the call writes, or that others write while it runs: raises for one with
 // gaps, of which there would be a copy. Autograd hears of it if the call `writes`.
 [[nodiscard]] Given at_place(const char* name, nb::handle tensor, Given given, bool writes = true);
 
-// Whether it is a tensor of a shape (an int, or anything else for any size) and of a type whose bit
+// True if it is a tensor of a shape (an int, or anything else for any size) and of a type whose bit
 // `types` has. False also where only Python can tell.
 [[nodiscard]] bool suits(nb::handle tensor, uint64_t types, nb::handle shape);
-// The same, with less to look up; -1 stands for any size.
+// Overload with less to look up; -1 stands for any size.
 [[nodiscard]] bool suits(nb::handle tensor, uint64_t types, std::span<const int64_t> shape);
-// Of a tensor that has as many dimensions.
+// Returns the size of a dimension that the tensor has.
 [[nodiscard]] int64_t size_of(nb::handle tensor, int dim);
 
 [[nodiscard]] DType core_type(ScalarType type);
@@ -78,7 +78,7 @@ struct Shape {
   std::array<int64_t, 3> strides;
 };
 
-// Of memory that several tensors share.
+// Part of memory that several tensors share.
 struct Part {
   int64_t rows;
   int64_t cols;
@@ -98,7 +98,7 @@ class NewTensors {
 
   // [rows, cols]. Raises what torch.empty_strided does.
   Tensor add(int64_t rows, int64_t cols, ScalarType type);
-  // The same memory, which Python sees with these sizes and strides.
+  // Adds the same memory, which Python sees with these sizes and strides.
   Tensor add(int64_t rows, int64_t cols, ScalarType type, const Shape& shape);
   // One that was made elsewhere.
   void add(nb::object tensor);
@@ -107,13 +107,13 @@ class NewTensors {
   std::array<Tensor, 2> add_both(ScalarType type, const Part& first, const Part& second);
   // The first rows of a tensor, by its place in the order of add(), in its place.
   void shorten(size_t place, int64_t rows, int64_t cols);
-  // In the order of add(); once.
+  // Returns the tensors in the order of add(); once.
   [[nodiscard]] std::vector<nb::object> take();
 
  private:
   // A handle of torch's, or null where Python has to make the tensor, or to say why not.
   [[nodiscard]] void* make(const Shape& shape, ScalarType type) const;
-  // Of the memory of another one, from an element on; null where that cannot be.
+  // Handle of part of another tensor's memory, from an element on; null where that cannot be.
   [[nodiscard]] static void* make_part(void* whole, const Shape& shape, int64_t begin);
   Tensor add_made(void* handle, int64_t rows, int64_t cols, ScalarType type);
 
