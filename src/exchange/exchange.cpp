@@ -25,8 +25,8 @@ bool is_addressable(int64_t rows, int64_t cols, int64_t element) {
          !__builtin_mul_overflow(bytes, element, &bytes) && bytes < int64_t{1} << 62;
 }
 
-// What a child of fork() inherits is not its own: it is told so when it calls, and its destructors
-// leave everything as it is.
+// Throws in a child of fork(), whose inherited exchange is not its own; destructors there leave
+// everything as it is.
 void check_own(const std::unique_ptr<Executor>& executor) {
   check_maker("exchange", executor->maker(), executor->context());
 }

@@ -119,7 +119,7 @@ struct Route {
   int num_experts = 0;     // that tokens choose among
 };
 
-// Those of a rank's tokens: by token, then target, then slot.
+// Returns the routes of a rank's tokens: by token, then target, then slot.
 std::vector<Route> routes_of(const PlanData& source) {
   std::vector<Route> routes;
   for (size_t target = 0; target < source.sent.size(); ++target) {
@@ -211,7 +211,7 @@ void count_rows(const PlanData& plan, const DispatchOutput& out) {
   }
 }
 
-// What the source of a route says that its row counts: nothing where it names no expert.
+// Returns the weight that a route's source gives its row; 0 where it names no expert.
 float source_weight(const Route& route, const CombineInput& source) {
   int64_t named = 0;
   if (source.source_idx.is_given()) {
@@ -238,7 +238,7 @@ Row term_of(const Route& route, const CombineInput& receiver, const CombineInput
   return term;
 }
 
-// Those of a rank's tokens: by token, then in the order of its choices. A map's are its experts.
+// Returns a rank's routes by token, then in the order of its choices. A map's are its experts.
 std::vector<Route> routes_by_choice(const PlanData& source) {
   std::vector<Route> routes = routes_of(source);
   std::ranges::stable_sort(routes, [](const Route& a, const Route& b) {
