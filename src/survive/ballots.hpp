@@ -2,8 +2,8 @@
 // How ranks agree by messages on who is a member and which call is over, as one of them sees it.
 // Pure: who sends and receives is message_roll.hpp. tests/model/ballots.pml is the model of it.
 //
-// Of a call all members tell each other that they have arrived; who has heard so of all, and has
-// not voted, counts it as over.
+// Members tell each other of a call that they have arrived; a rank that has heard so of all, and
+// has not voted, counts it as over.
 //
 // A rank that has seen that a member is gone votes: for the members without it, and says up to
 // which call it has seen the end. From then on it counts no call as over in this epoch, and takes
@@ -35,7 +35,7 @@
 
 namespace weft {
 
-// What is to become of a rank. The larger one counts.
+// Wish for what is to become of a rank. The larger one counts.
 enum class Wish : uint64_t {
   kNone,    // as it is
   kSilent,  // a member that is to go: it does not answer
@@ -63,7 +63,7 @@ struct Agreed {
 
 class Ballots {
  public:
-  // What others have to be told, in this order: own_vote(), agreed().
+  // Messages that others must get, in this order: own_vote(), agreed().
   struct News {
     bool is_vote = false;
     bool is_agreed = false;
@@ -88,7 +88,7 @@ class Ballots {
   void arrive(int rank, uint64_t epoch, uint64_t call);
   // This rank votes for these, by rank, and for all that it has voted for before.
   [[nodiscard]] News vote(const std::vector<Wish>& wishes);
-  // Of another rank.
+  // Takes in what another rank says.
   [[nodiscard]] News hear(int rank, const Vote& vote);
   [[nodiscard]] News hear(int rank, const Agreed& agreed);
 

@@ -19,7 +19,7 @@
 namespace weft {
 namespace {
 
-// Who has not proven the token, at a time; as many as there are ranks, if they are more.
+// Most connections, at a time, that have not proven the token; the number of ranks, if larger.
 constexpr size_t kMostGuests = 64;
 // Rank of who is none, and asks who there is.
 constexpr int kAsker = -1;
@@ -46,7 +46,7 @@ std::string address_of(const Links::Card& card) {
   return {card.address.data(), ::strnlen(card.address.data(), card.address.size())};
 }
 
-// What is proven to who listens there.
+// Returns the secret that is proven to the rank that listens there.
 Point secret_of(const Links::Token& token, const std::string& address, int port) {
   const auto bytes = value_bytes(token);
   std::string text(reinterpret_cast<const char*>(bytes.data()), bytes.size());

@@ -50,7 +50,7 @@ class Links {
  public:
   using Token = std::array<uint64_t, 4>;  // which all ranks of these links know
 
-  // Where a rank can be reached. Trivially copyable.
+  // Address where a rank can be reached. Trivially copyable.
   struct Card {
     std::array<char, 64> address = {};  // ended by a zero
     int32_t port = 0;
@@ -60,7 +60,7 @@ class Links {
   // Collective. Over 127.0.0.1 or, if the ranks are on several hosts, the network that
   // WEFT_FABRIC_ADDRESS names. Throws the same Error on every rank.
   Links(const Group& group, std::chrono::milliseconds timeout);
-  // Of the next life of a rank, with no connection yet. Throws Error (kNotAvailable).
+  // Links of the next life of a rank, with no connection yet. Throws Error (kNotAvailable).
   Links(const Group& group, const Token& token);
   // This rank, of such links, begins its life beside those that are left.
   void join(
@@ -72,13 +72,13 @@ class Links {
 
   [[nodiscard]] const Card& own_card() const { return own_card_; }
   [[nodiscard]] const Token& token() const { return token_; }
-  // Of all ranks, by rank.
+  // Returns the cards of all ranks, by rank.
   [[nodiscard]] std::vector<Card> cards() const;
 
-  // What the connection does not take at once goes when it does. Nothing is sent to a rank whose
-  // connection has ended; what is sent to one that has yet to come waits.
+  // Sends what the connection takes at once, and the rest when it does. Nothing is sent to a rank
+  // whose connection has ended; what is sent to one that has yet to come waits.
   void send(int rank, FrameKind kind, std::span<const std::byte> payload);
-  // To the next life of a rank, if it has come.
+  // Sends to the next life of a rank, if it has come.
   void send_next(int rank, FrameKind kind, std::span<const std::byte> payload);
   // Something has not gone yet, or is not known to have come to the other host. What has is read
   // there although this process ends.
@@ -94,8 +94,8 @@ class Links {
   // The rank is in this life now. If there is no connection yet, this rank `connects` once it has
   // learned where, or the other one will; both may.
   void take(int rank, uint64_t life, bool connects);
-  // By rank, what another one knows: the lives and where they can be reached; an empty card: it
-  // does not know.
+  // Takes in what another rank knows, by rank: the lives and where they can be reached; an empty
+  // card: it does not know.
   void learn(std::span<const uint64_t> lives, std::span<const Card> cards);
   // The rank is no member: it hears what goes by the connection that it has, and is not waited for.
   void dismiss(int rank);
@@ -108,7 +108,7 @@ class Links {
   // Ends a poll() by `wanted()`. Any thread.
   void wake() const;
   struct Events {
-    // What has come, from whom.
+    // Takes a frame that has come from `rank`, in this life of it.
     std::function<void(int rank, uint64_t life, const Frame& frame)> on_frame;
     // A new process asks who there is: what it gets.
     std::function<Bytes()> on_question;
@@ -118,8 +118,8 @@ class Links {
 
   // How often a new process asks again.
   static constexpr std::chrono::milliseconds kAskEvery{20};
-  // What a rank of such links answers to a new process. Throws Error: kNotAvailable if there is
-  // none, kTimeout if it says nothing.
+  // Returns the answer of a rank of such links to a new process. Throws Error: kNotAvailable if
+  // there is none, kTimeout if it says nothing.
   [[nodiscard]] static Bytes ask(
       const std::string& address,
       int port,
@@ -155,7 +155,7 @@ class Links {
     uint64_t life = 0;
     Card card;
   };
-  // Who has proven the token and has yet to introduce itself.
+  // Connection that has proven the token and has yet to introduce itself.
   struct Arrival {
     Socket socket;
     int rank = 0;
@@ -172,7 +172,7 @@ class Links {
   // Hears who has proven the token: it is a rank, or it asks.
   void let_in(const Events& events);
   void answer(Socket socket, const Events& events);
-  // What it has said is whole.
+  // Gives an arrival its place once what it has said is whole.
   void seat(Arrival& arrival, const Events& events);
   void queue(Link& link, FrameKind kind, std::span<const std::byte> payload);
   static void push(Link& link);

@@ -13,13 +13,13 @@
 namespace weft {
 namespace {
 
-// Of two ranks that do not hear of each other the lower one is quicker to say so, so that they do
-// not leave each other out.
+// Time that the higher of two ranks that do not hear of each other lets the lower one say so first,
+// so that they do not leave each other out.
 constexpr auto kYield = std::chrono::milliseconds(250);
 // How often a rank that waits says that it does, at most.
 constexpr auto kBeatEvery = std::chrono::milliseconds(100);
 constexpr auto kClosePatience = std::chrono::seconds(1);
-// What a new process may say before a rank has heard that it is let in.
+// Frames that a new process may send before a rank has heard that it is let in.
 constexpr size_t kMostFrames = 1024;
 
 Agreed all_ranks(int num_ranks) {
@@ -218,7 +218,7 @@ void MessageRoll::hear_member(int rank, const Frame& frame) {
   }
   std::span<const std::byte> rest = frame.payload;
   const std::optional<Number> number = take_number(rest);
-  // Who has other members tells so before it says anything else.
+  // A rank with other members tells so before it says anything else.
   if (!number || (frame.header.kind != FrameKind::kAgreed && number->set != set())) {
     return;
   }
@@ -421,7 +421,7 @@ bool MessageRoll::commits(const Members& with, uint64_t call) {
   if (committed() != call) {
     return false;
   }
-  // In a later epoch of which this rank is a member it was not: that needed its arrival there.
+  // It did not end in a later epoch with this rank as a member: that needed its arrival there.
   return epoch() == with.epoch || is_in(members());
 }
 

@@ -27,8 +27,8 @@ class MessageRoll final : public Roll {
  public:
   // Collective. Throws the same Error on every rank if they cannot connect.
   MessageRoll(const Group& group, std::chrono::milliseconds timeout);
-  // Of a rank that joins again: it is none of the members until they take it in. Throws Error
-  // (kNotAvailable, kTimeout) if nobody answers, or the others still have the one before it.
+  // Roll of a rank that joins again: it is none of the members until they take it in. Throws Error
+  // (kNotAvailable, kTimeout) if no rank answers, or the others still have the one before it.
   MessageRoll(const Group& group, const Invitation& invitation, std::chrono::milliseconds timeout);
   ~MessageRoll() override;
   MessageRoll(const MessageRoll&) = delete;
@@ -74,13 +74,13 @@ class MessageRoll final : public Roll {
     bool has_died = false;                          // as another rank has proven
     std::optional<Clock::time_point> silent_since;  // that it was proposed to go on without it
     std::map<MailNumber, Bytes> mail;
-    // Of a later life in its place: it wants to be taken in, and what it has said before it was.
+    // Later life in its place, which wants to be taken in, and what it has said before it was.
     uint64_t next_life = 0;
     bool next_asks = false;
     std::vector<Frame> next_frames;
   };
 
-  // What a roll begins with.
+  // State that a roll begins with.
   struct Start {
     Links links;
     uint64_t life = 0;
@@ -108,11 +108,11 @@ class MessageRoll final : public Roll {
   [[nodiscard]] uint64_t set() const;
   void tell_all(FrameKind kind, std::span<const std::byte> payload);
   void tell(const Ballots::News& news);
-  // Those who are in a new life are met, who is no member is dismissed. -> what they have said
-  // before that.
+  // Meets members in a new life, and dismisses ranks that are no members. Returns what they have
+  // said before that.
   [[nodiscard]] std::vector<Said> take_lives();
   [[nodiscard]] std::vector<Frame> take_life(int rank, uint64_t life);
-  // What has been agreed on, and where all ranks can be reached.
+  // Returns what has been agreed on, and where all ranks can be reached.
   [[nodiscard]] Bytes welcome() const;
   void ring();
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks that agree by messages send each other: payloads of frames (group/tcp/frame.hpp).
+// Messages by which ranks agree: payloads of frames (group/tcp/frame.hpp).
 //
 //   kBeat, kLeft, kAsk   nothing
 //   kArrived             Number, of a call
@@ -42,7 +42,7 @@ struct Welcome {
 
 // Takes the number off the payload; nothing if there is none.
 [[nodiscard]] std::optional<Number> take_number(std::span<const std::byte>& payload);
-// What is left behind the number.
+// Reads what is left behind the number.
 [[nodiscard]] Vote vote_in(const Number& number, std::span<const std::byte> rest);
 [[nodiscard]] Welcome welcome_in(
     const Number& number, std::span<const std::byte> rest, size_t num_ranks

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks know of each other's life, and by which they agree on who is a member, and at the end
-// of each call that all members have what they need, without any rank that the others would depend
-// on:
+// Roll of ranks: what they know of each other's life, and by which they agree on who is a member,
+// and at the end of each call that all members have what they need, without any rank that the
+// others would depend on:
 //
 //   arrive    I have all that I need of call n, and have given all that others need. Once all
 //             members say so the call is over, and may return on all.
@@ -33,14 +33,14 @@ class Roll {
   // Longest block of post().
   static constexpr size_t kMailBytes = 4096;
 
-  // Who goes on together.
+  // Ranks that go on together.
   struct Members {
     uint64_t epoch = 0;
     std::vector<int> ranks;       // ascending
     std::vector<uint64_t> lives;  // by rank, of all: the last that has been a member
 
     [[nodiscard]] bool has(int rank) const;
-    // Those of them that are not among `others` in the same life.
+    // Returns the ranks that are not among `others` in the same life.
     [[nodiscard]] std::vector<int> beside(const Members& others) const;
   };
 
@@ -62,7 +62,7 @@ class Roll {
   [[nodiscard]] virtual Members members() const = 0;
   // This rank is one of them: by this life of its place.
   [[nodiscard]] virtual bool is_in(const Members& members) const = 0;
-  // What is asked of a rank is asked of its life among these from now on.
+  // Makes questions about a rank mean its life among these from now on.
   virtual void follow(const Members& members) = 0;
   // The last call that is over for all members.
   [[nodiscard]] virtual uint64_t committed() const = 0;
@@ -70,11 +70,11 @@ class Roll {
   // This rank has all that it needs of the call. Calls are numbered from 1.
   virtual void arrive(const Members& with, uint64_t call) = 0;
   [[nodiscard]] virtual bool has_arrived(int rank, const Members& with, uint64_t call) const = 0;
-  // Whether others wait for something of it: that it arrives, or that it agrees to a proposal.
+  // Returns whether others wait for something of it: its arrival, or that it agrees to a proposal.
   [[nodiscard]] virtual bool is_awaited(int rank, const Members& with, uint64_t call) const {
     return !has_arrived(rank, with, call);
   }
-  // Whether the call is over for all members, which it is as soon as all have arrived.
+  // Returns whether the call is over for all members, which it is as soon as all have arrived.
   [[nodiscard]] virtual bool commits(const Members& with, uint64_t call) = 0;
   // Makes `ranks` the next members unless the call was committed or others came first. By messages
   // that takes a moment: until then it is to be called again.

@@ -50,7 +50,7 @@ struct RollState {
   }
 };
 
-// Whose a line is: that of a process, in a life of its place.
+// Holder of a line: a process, in a life of its place.
 struct RollHolder {
   static constexpr int kPidBits = 24;  // a kernel has no more than 22
   static constexpr int kTurnBits = 8;

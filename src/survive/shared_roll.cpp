@@ -119,8 +119,8 @@ bool SharedRoll::is_there(Line& line, uint64_t holder) {
   return read(line.has_left) != holder && watch_of(RollHolder(holder).pid).is_alive();
 }
 
-// What others have left in this line is not its own. If the one before it was let in, then that is
-// seen now, or the others see that this one has the line.
+// Asks to be taken in, in a line cleared of what others have left there. If the one before it was
+// let in, then that is seen now, or the others see that this one has the line.
 void SharedRoll::ask(bool is_asking) {
   if (!is_asking) {
     if (has_line()) {
@@ -241,7 +241,7 @@ bool SharedRoll::commits(const Members& with, uint64_t call) {
   uint64_t seen = read(*state_);
   RollState next(seen);
   if (next.committed == RollState::counted(call)) {
-    // In a later epoch of which this rank is a member it was not: that needed its arrival there.
+    // It did not end in a later epoch with this rank as a member: that needed its arrival there.
     return next.epoch == with.epoch || is_in(members());
   }
   const auto is_here = [&](int rank) { return has_arrived(rank, with, call); };

@@ -65,7 +65,7 @@ class SharedRoll final : public Roll {
   void post(uint64_t epoch, uint64_t round, std::span<const std::byte> block) override;
   [[nodiscard]] std::optional<Bytes> mail(int rank, uint64_t epoch, uint64_t round) const override;
 
-  // By this rank's own mapping of the memory, as long as its process lives.
+  // Invites by this rank's own mapping of the memory, as long as its process lives.
   void invite(Invitation& invitation) const override { invitation.cookie = memory_.cookie; }
   void be_next(const Members& members) override {
     life_ = members.lives[static_cast<size_t>(rank_)] + 1;

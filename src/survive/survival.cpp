@@ -116,7 +116,7 @@ std::string Survival::invitation(std::string_view transport) const {
   return invitation.text();
 }
 
-// Whose time is up proposes the members as they are: by that all know that it is over.
+// A rank whose time is up proposes the members as they are: by that all know that it is over.
 std::vector<int> Survival::readmit(std::span<const int> ranks) {
   const Deadline deadline(timeout_);
   Vigil wait = begin_wait();
@@ -329,7 +329,7 @@ bool Survival::settle(std::string_view op, ErrorCode cause) {
   return true;
 }
 
-// By messages a proposal takes the votes of the others, which those who are cut off do not get.
+// A proposal by messages takes the votes of the others, which those who are cut off do not get.
 bool Survival::is_undecided(const Vigil& wait) const {
   return Clock::now() - wait.begin >= 2 * timeout_ + kPatience;
 }

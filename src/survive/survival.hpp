@@ -38,8 +38,8 @@ class Survival {
     std::vector<std::chrono::steady_clock::time_point> silent_since;  // by rank
   };
   [[nodiscard]] Vigil begin_wait() const;
-  // What has become of members, as far as it was not taken on yet; kLost: they have ended or others
-  // are members by now.
+  // Trouble with members, as far as it was not taken on yet; kLost: they have ended or others are
+  // members by now.
   enum class Trouble : uint8_t { kNone, kLeft, kLost };
   [[nodiscard]] Trouble trouble() const;
   // Others are members by now, so that a member waits for this rank.
@@ -49,8 +49,8 @@ class Survival {
   void beat() const { roll_->beat(); }
   // The last process in its place has, or has left.
   [[nodiscard]] bool has_ended(int rank) const { return roll_->has_ended(rank); }
-  // Whether a wait has to end: a member whose arrival is missing has not looked for the timeout,
-  // and is given up for that, or twice the timeout has passed although all look. To be asked often.
+  // True if a wait has to end: a member whose arrival is missing has not looked for the timeout,
+  // and is given up for that, or twice the timeout has passed although all look. Ask it often.
   [[nodiscard]] bool is_over(Vigil& wait);
 
   // --- this rank's thread ---
@@ -77,7 +77,7 @@ class Survival {
   // Leaves these out at the next call. Throws Error (kUnsupported) for a thread of this process,
   // whose stores nothing keeps away, unless it has left.
   void give_up(std::span<const int> ranks);
-  // Of the last call.
+  // Returns the ranks that were lost in the last call.
   [[nodiscard]] std::vector<int> lost_in_call() const { return before_.beside(members_); }
   // After begin_call(): waits until these ask to be taken in and are, or a member has waited for
   // the timeout. Either holds on all members when the call is finished. Returns who is missing.
@@ -108,7 +108,7 @@ class Survival {
   // call before it went stays, as others may have returned from it; `is_open`: none can have, since
   // this rank has not arrived and will not.
   [[nodiscard]] bool propose_without_gone(bool is_open);
-  // What was proposed would have been decided by now.
+  // True if what was proposed would have been decided by now.
   [[nodiscard]] bool is_undecided(const Vigil& wait) const;
   // Throws TimeoutError then, with the ranks that have said nothing `about` these.
   void check_decided(const Vigil& wait, std::string_view op, std::span<const int> about) const;
