@@ -25,7 +25,7 @@ namespace fs = std::filesystem;
   raise_error(ErrorCode::kFile, {}, fmt::format("{}: {}: {}", verb, path, problem));
 }
 
-// Where the links of the path lead to; the last name need not be there.
+// Returns where the links of the path lead to; the last name need not be there.
 std::string target_of(const std::string& path) {
   constexpr int kMostLinks = 40;  // as Linux has it
   fs::path target = path;
@@ -45,7 +45,7 @@ bool is_special(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode);
 }
 
-// As the file whose place it takes, or as any new file.
+// Gives the file the owner and mode of the one whose place it takes, or the mode of any new file.
 int take_mode(int fd, const std::string& target) {
   struct stat old = {};
   if (::stat(target.c_str(), &old) == 0) {

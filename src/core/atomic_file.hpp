@@ -23,7 +23,7 @@ namespace weft {
 class NextFile {
  public:
   explicit NextFile(const std::string& path);
-  // The same file, opened by another process that writes a part of it; `number` is the maker's.
+  // Opens the same file in another process, which writes a part of it; `number` is the maker's.
   NextFile(const std::string& path, uint64_t number);
   NextFile(const NextFile&) = delete;
   NextFile& operator=(const NextFile&) = delete;
@@ -33,7 +33,7 @@ class NextFile {
   [[nodiscard]] uint64_t number() const;  // tells it from other files of that name
   void write_at(uint64_t offset, std::span<const std::byte> bytes);
   void flush();  // forces what was written to the disk
-  // Of the maker, once all parts are flushed: the file takes the path's place.
+  // Gives the file the path's place, once all parts are flushed; only the maker may.
   void commit();
 
  private:

@@ -62,7 +62,7 @@ constexpr GroupFiles kVersion1 = {
 constexpr GroupFiles kVersion2 = {
     "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"};
 
-// Of the group and all that it lies in: each bounds it.
+// Bounds memory by the group and by each that it lies in.
 void bound_by_group(
     const std::string& root, const GroupFiles& files, std::filesystem::path group, MemoryBounds& out
 ) {

@@ -16,7 +16,7 @@ struct MemoryBounds {
   uint64_t available = kUnknownBytes;  // what they and the system have left
 };
 
-// What cannot be read bounds nothing. `root` stands before /proc and /sys.
+// Returns the bounds; what cannot be read bounds nothing. `root` stands before /proc and /sys.
 [[nodiscard]] MemoryBounds memory_bounds(const std::string& root = "");
 
 // Throws Error (kOutOfMemory) naming what there is if `bytes` for `what` are more.

@@ -21,7 +21,7 @@ class Deadline {
   [[nodiscard]] Clock::time_point end() const { return end_; }
   // The whole wait, for messages.
   [[nodiscard]] std::chrono::milliseconds timeout() const { return timeout_; }
-  // What is left of it, rounded up, never negative: fit for poll().
+  // Returns what is left of the wait, rounded up, never negative: fit for poll().
   [[nodiscard]] std::chrono::milliseconds left() const {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(end_ - Clock::now());
     return std::max(left, std::chrono::milliseconds(0));

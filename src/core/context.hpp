@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who is speaking, and the one function that throws. This is not in check.hpp because nvcc does not
-// compile fmt.
+// Context of messages, and the one function that throws. This is not in check.hpp because nvcc does
+// not compile fmt.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@
 
 namespace weft {
 
-// Who is speaking; appended to every message as "[rank 2/8, shm]".
+// Rank that speaks; appended to every message as "[rank 2/8, shm]".
 struct Context {
   int rank = -1;  // -1: no group involved, nothing is appended
   int num_ranks = 0;

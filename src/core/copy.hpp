@@ -17,8 +17,8 @@ void copy_streaming(void* to, const void* from, uint64_t bytes);
 // Orders this thread's copy_streaming() before its later stores.
 void streaming_fence();
 
-// Whether a call that writes `bytes` in all should stream. Rows of 4096 B, GB/s plain and streamed
-// (Xeon at 2.3 GHz, one core of a virtual machine, 2026-11-20):
+// Returns whether a call that writes `bytes` in all should stream. Rows of 4096 B, GB/s plain and
+// streamed (Xeon at 2.3 GHz, one core of a virtual machine, 2026-11-20):
 //   total    copied once   copied, then read   each source row written 4 times
 //    16 MiB  13.8  16.7       7.0   4.9          20.7  21.4
 //    64 MiB   7.6  10.3       4.0   3.2          10.7  20.7

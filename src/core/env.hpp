@@ -23,11 +23,11 @@ enum class FabricGpuMemory : uint8_t {
   kHost,    // by way of pinned memory of the host
 };
 
-// Whether copy engines carry the rows of exchanges that overlap with computation.
+// Use of copy engines for the rows of exchanges that overlap with computation.
 enum class CopyEngines : uint8_t { kAuto, kNever, kAlways };  // docs/overlap.md
 
 struct Env {
-  // Who this process is: all ranks must agree on everything but the rank.
+  // Place of this process: all ranks must agree on everything but the rank.
   std::optional<int> rank;                 // WEFT_RANK
   std::optional<int> num_ranks;            // WEFT_NUM_RANKS
   std::optional<std::string> address;      // WEFT_ADDRESS, where rank 0 listens
@@ -53,15 +53,15 @@ struct Env {
   std::optional<std::string> tuning;              // WEFT_TUNING, a file that `weft tune` wrote
   CopyEngines copy_engines = CopyEngines::kAuto;  // WEFT_COPY_ENGINES, the same on every rank
 
-  // Where cuBLAS is.
+  // Environment of Python, which may hold cuBLAS.
   std::optional<std::string> virtual_env;  // VIRTUAL_ENV of Python
 
-  // Where the user's secret is kept when none is given.
+  // Folders for the user's secret when none is given.
   std::optional<std::string> runtime_dir;  // XDG_RUNTIME_DIR
   std::optional<std::string> home;         // HOME
 
-  // What launchers say, by variable: torchrun, mpirun of OpenMPI, srun. Kept as text: only the
-  // variables of the launcher in charge are ever parsed (group/environment.cpp).
+  // Variables of launchers: torchrun, mpirun of OpenMPI, srun. Kept as text: only the variables of
+  // the launcher in charge are ever parsed (group/environment.cpp).
   std::map<std::string, std::string> launcher;
 
   // Null for a variable that is not set.

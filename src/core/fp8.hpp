@@ -45,7 +45,7 @@ WEFT_HD constexpr uint8_t float_to_fp8(float value, Fp8Format format) {
   return static_cast<uint8_t>(sign | std::min<uint32_t>(rounded >> shift, format.finite));
 }
 
-// Of kFp8E4M3's and kFp8E5M2's finite numbers, and 0x7f.
+// Returns the number of a code: a finite one of kFp8E4M3 or kFp8E5M2, or 0x7f, which is a NaN.
 WEFT_HD constexpr float fp8_to_float(uint8_t code, Fp8Format format) {
   constexpr int kMantissaBits = 23;  // of fp32
   constexpr uint32_t kBias = 127;

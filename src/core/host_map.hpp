@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which cores and cards of a host lie near each other, as Linux tells below /sys. Cards and GPUs
-// are named by PCI address, "0000:17:00.0".
+// Map of a host: which cores and cards lie near each other, as Linux tells below /sys. Cards and
+// GPUs are named by PCI address, "0000:17:00.0".
 #pragma once
 
 #include <filesystem>
@@ -35,11 +35,11 @@ class HostMap {
     std::vector<int> cores;        // next to it, ascending
   };
   using Ring = std::function<bool(const Device&)>;
-  // Which cards are near `address`, from the narrowest ring to the widest: behind the same switch,
-  // the same bridge; on the same part of the machine; any that is known.
+  // Returns the rings of cards around `address`, from the narrowest to the widest: behind the same
+  // switch, the same bridge; on the same part of the machine; any that is known.
   [[nodiscard]] std::vector<Ring> rings_around(std::string_view address) const;
   [[nodiscard]] std::optional<Device> find(std::string_view address) const;
-  // What the file says, as in "0-3,8"; nothing without it.
+  // Returns the cores that the file names, as in "0-3,8"; nothing without it.
   [[nodiscard]] std::vector<int> cores_in(const std::filesystem::path& file) const;
   // All of the package in which these cores are; nothing if that is not known.
   [[nodiscard]] std::vector<int> package_of(const std::vector<int>& cores) const;

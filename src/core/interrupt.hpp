@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a call that waits is interrupted (Ctrl-C): by a check that belongs to the calling thread.
 //
-// Whoever calls sets the check for the time of a call; every wait on the calling thread asks it, at
+// The caller sets the check for the time of a call; every wait on the calling thread asks it, at
 // the latest every 50 ms, and throws Error (kInterrupted) once it says yes:
 //
 //   const InterruptScope scope(&has_signal);  // bool has_signal(): the user wants to stop

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where threads of a process find each other's memory by number, so that it lives until its last
-// user is gone and a number from elsewhere is an error, not a wild pointer.
+// Table by which threads of a process find each other's memory by number, so that it lives until
+// its last user is gone and a number from elsewhere is an error, not a wild pointer.
 #pragma once
 
 #include <cstdint>

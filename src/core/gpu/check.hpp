@@ -56,7 +56,7 @@ class CudaDeviceGuard {
   int before_ = 0;
 };
 
-// What this thread does meanwhile belongs to no capture, its own or another thread's, which by
+// Scope in which what this thread does belongs to no capture, its own or another thread's, which by
 // default forbids half of CUDA.
 class RelaxedCapture {
  public:

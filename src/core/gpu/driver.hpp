@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What only the driver can do. It is asked for through the runtime, so that a program also starts
-// where no driver is.
+// Functions that only the driver has. It is asked for them through the runtime, so that a program
+// also starts where no driver is.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,9 +23,9 @@ enum class RemoteWrites : uint8_t {
 };
 [[nodiscard]] RemoteWrites remote_writes_of(int device, const Context& context);
 
-// What follows in `stream` waits until *word, in pinned host memory, is at `value` or up to 2^31
-// beyond it, counting round, and sees what `writes` of network cards came before. No multiprocessor
-// waits; whoever writes the word must write it in any case. Throws Error (kCuda).
+// Makes what follows in `stream` wait until *word, in pinned host memory, is at `value` or up to
+// 2^31 beyond it, counting round, and see what `writes` of network cards came before. No
+// multiprocessor waits; whoever writes the word must write it in any case. Throws Error (kCuda).
 void wait_for_word(
     cudaStream_t stream,
     const uint32_t* word,

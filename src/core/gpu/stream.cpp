@@ -55,12 +55,12 @@ class StreamPool {
   }
 
  private:
-  // Of one GPU.
+  // Streams of one GPU.
   struct Streams {
     std::vector<cudaStream_t> all;
     std::set<size_t> free;
-    // What new streams write once. It is kept: cudaFree would wait for every kernel of the GPU, and
-    // such a kernel may wait for the rank that makes streams here.
+    // Byte that new streams write once. It is kept: cudaFree would wait for every kernel of the
+    // GPU, and such a kernel may wait for the rank that makes streams here.
     void* scratch = nullptr;
   };
 

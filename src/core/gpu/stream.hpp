@@ -51,7 +51,7 @@ void wait_for_stream(
     cudaStream_t stream, const Context& context, const std::function<void()>& look
 );
 
-// Whether work for the stream becomes part of a graph instead. Throws Error kCuda.
+// Returns whether work for the stream becomes part of a graph instead. Throws Error (kCuda).
 [[nodiscard]] bool is_capturing(cudaStream_t stream, const Context& context);
 
 }  // namespace weft
