@@ -32,7 +32,7 @@ namespace weft {
 // all make the same calls on it.
 [[nodiscard]] Group part_of(const Group& group, const std::vector<int>& members);
 
-// The same ranks in the same places, who speak by `all_gather`.
+// Returns the same ranks in the same places, who speak by `all_gather`.
 [[nodiscard]] Group with_control(const Group& group, AllGather all_gather);
 
 // Ranks that are threads of one process meet at a shared table. One function per rank; a rank that
@@ -90,9 +90,9 @@ template <class T>
   return std::as_bytes(std::span(&value, 1));
 }
 
-// What a rank said in an all_gather, as a value: the T at the beginning of its block. Throws Error
-// (kPeerFailed) where there is less: ranks made different calls, or an application's own all_gather
-// lost something.
+// Returns what a rank said in an all_gather, as a value: the T at the beginning of its block.
+// Throws Error (kPeerFailed) where there is less: ranks made different calls, or an application's
+// own all_gather lost something.
 template <class T>
 T block_value(const Bytes& block, size_t rank, const Context& context) {
   static_assert(std::is_trivially_copyable_v<T>);

@@ -29,7 +29,7 @@ constexpr int kTorchPortOffset = 17;
 constexpr uint32_t kFirstJobPort = 20000;
 constexpr uint32_t kNumJobPorts = 12000;
 
-// What a launcher says. Without a port or an address the user has to give them.
+// Place of a rank as a launcher tells it. Without a port or an address the user has to give them.
 struct Placement {
   int rank = 0;
   int num_ranks = 1;

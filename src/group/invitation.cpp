@@ -15,8 +15,8 @@ namespace weft {
 namespace {
 
 constexpr std::string_view kBegin = "weft-";
-// Of a text for as many ranks as there may be, whose hosts' names are as long as Linux lets them
-// be.
+// Length of a text for as many ranks as there may be, whose hosts' names are as long as Linux lets
+// them be.
 constexpr size_t kMostBytes = 1024 + size_t{100} * kMaxRanks;
 
 nlohmann::json json_of(const Invitation& invitation) {

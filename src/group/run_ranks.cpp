@@ -28,7 +28,7 @@ namespace {
 
 constexpr timespec kTick = {0, 100'000'000};
 constexpr int kSignalStatus = 128;
-// Who signals both a process and its group reaches us twice with one wish.
+// Time in which two signals are one wish: who signals a process and its group reaches us twice.
 constexpr auto kOneWish = std::chrono::seconds(1);
 
 // While in scope, SIGCHLD, SIGINT and SIGTERM wait for sigtimedwait().

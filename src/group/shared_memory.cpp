@@ -58,7 +58,7 @@ void* map_on_boundary(int fd, uint64_t bytes) {
   return data;
 }
 
-// What tells such memory from any other file: it is a memfd of this name whose size nobody changes.
+// Name and seals that tell such memory from any other file: a memfd whose size no process changes.
 constexpr std::string_view kName = "weft";
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 

@@ -33,7 +33,7 @@ bool populate_pages(std::byte* data, uint64_t bytes);
 // contents. Throws Error (kOutOfMemory).
 void make_private(std::byte* data, uint64_t bytes);
 
-// What another process needs to map it; trivially copyable, travels between ranks.
+// Reference by which another process maps it; trivially copyable, travels between ranks.
 struct SharedMemoryRef {
   uint64_t bytes = 0;
   uint64_t inode = 0;  // guards against a reused pid or descriptor

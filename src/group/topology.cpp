@@ -134,7 +134,7 @@ namespace {
 
 using Nonce = std::array<std::byte, 32>;
 
-// What each rank tells the others. Trivially copyable; begins with the version in every version.
+// Facts that each rank tells the others. Trivially copyable; every version begins with the version.
 struct Card {
   uint32_t version = kProtocolVersion;
   SharedMemoryRef probe;
@@ -214,7 +214,7 @@ std::string map_obstacle(const Card& card) {
   }
 }
 
-// By one rank: two of a host do not map each other's memory, so that a network joins them.
+// Logs, on one rank, that two of a host share no memory, so that a network joins them.
 void tell_apart(
     const Reach& reach,
     const std::vector<Card>& cards,

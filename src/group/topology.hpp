@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which ranks share memory. What is measured travels once; the rest is pure, so that every rank
+// Ranks that share memory. What is measured travels once; the rest is pure, so that every rank
 // derives the same.
 #pragma once
 
@@ -46,13 +46,13 @@ using RanksPerDomain = std::function<std::optional<int>()>;
 
 [[nodiscard]] std::string this_host();
 
-// Where a pid has a meaning: which boot of which machine, which pid namespace. Trivially copyable.
+// Place where a pid has a meaning: a boot of a machine, a pid namespace. Trivially copyable.
 struct ProcessPlace {
   std::array<char, 40> boot_id = {};
   uint64_t pid_namespace = 0;
   int64_t pid = 0;
   friend bool operator==(const ProcessPlace&, const ProcessPlace&) = default;
-  // Whether a pid means the same there.
+  // Returns whether a pid means the same there.
   [[nodiscard]] bool shares_pids(const ProcessPlace& other) const {
     return boot_id == other.boot_id && pid_namespace == other.pid_namespace;
   }

@@ -194,7 +194,7 @@ bool Door::accept_one() {
   return true;
 }
 
-// Who has waited longest, of those who have not even greeted if there are any.
+// Shows out who has waited longest, of those who have not even greeted if there are any.
 void Door::show_out_one() {
   const auto silent = std::ranges::find_if_not(guests_, &Guest::has_greeted);
   const auto one = silent == guests_.end() ? guests_.begin() : silent;

@@ -92,7 +92,7 @@ class Guest {
 // else needs: one who has said nothing gives way to who comes.
 class Door {
  public:
-  // What is known of those who came and proved nothing; of each kind a few.
+  // Guests that came and proved nothing: their number, and of each kind a few.
   struct Strangers {
     uint64_t number = 0;
     std::vector<std::string> hosts;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What proven ranks send each other: a header and its payload, numbers little-endian.
+// Frames that proven ranks send each other: a header and its payload, numbers little-endian.
 //
 //   | kind u32 | code u32 | bytes u64 | payload ... |
 #pragma once

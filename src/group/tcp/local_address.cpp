@@ -26,7 +26,7 @@ struct HostAddress {
   [[nodiscard]] bool is_ipv6() const { return text.find(':') != std::string::npos; }
 };
 
-// Of interfaces that are up; IPv4 first.
+// Returns the addresses of interfaces that are up; IPv4 first.
 std::vector<HostAddress> host_addresses() {
   ifaddrs* list = nullptr;
   WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::getifaddrs(&list));

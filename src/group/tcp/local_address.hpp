@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which address of this host other hosts reach it by.
+// Address of this host by which other hosts reach it.
 #pragma once
 
 #include <string>

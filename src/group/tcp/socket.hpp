@@ -48,7 +48,7 @@ struct Endpoint {
 
 enum class IoState : uint8_t { kDone, kMore, kClosed };
 
-// What has become of the attempt. kClosed: it has failed; errno says why.
+// Returns the state of the attempt. kClosed: it has failed; errno says why.
 [[nodiscard]] IoState finish_connect(const Socket& socket, const Endpoint& endpoint);
 
 // Fills `bytes` from `done` on as far as possible without waiting.
