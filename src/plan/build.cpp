@@ -360,7 +360,7 @@ void add_received(PlanData& plan, std::vector<Arrivals> received) {
 
 namespace {
 
-// The same routes to physical experts, by rank; `counts` and `options` become those of them.
+// Returns all ranks' routes to physical experts; `counts` and `options` become those of them.
 std::vector<RouteTable> balance_all(
     std::span<const RouteTable> routes,
     std::vector<RankCounts>& counts,

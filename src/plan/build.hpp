@@ -100,7 +100,7 @@ void check_options_between_gpus(const PlanOptions& options, const Context& conte
 // plan.
 [[nodiscard]] std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts);
 
-// What one rank tells all others before slots can be known.
+// Counts that one rank tells all others before slots can be known.
 struct RankCounts {
   int64_t num_tokens = 0;
   int64_t row_budget = -1;        // -1: exact
@@ -115,7 +115,7 @@ void add_counts(const RouteTable& routes, int64_t begin, int64_t end, RankCounts
     const RouteTable& routes, int num_experts, int num_ranks, const PlanOptions& options
 );
 
-// What everyone's counts say about every rank's output; equal on all ranks.
+// Shape of every rank's output, derived from the counts of all ranks; equal on all ranks.
 //
 // kExpertMajor and kExpertStrided; with kRankMajor only `rows` has a meaning.
 struct ExpertBlock {
@@ -136,7 +136,7 @@ struct GroupShape {
   std::vector<OutputShape> outputs;  // [num_ranks]
 };
 
-// What the counts of all ranks add up to, and each rank's budget.
+// Sums of the counts of all ranks, and each rank's budget.
 struct GroupTotals {
   std::vector<int64_t> routes;        // [num_experts]
   std::vector<int64_t> arrivals;      // [num_ranks]

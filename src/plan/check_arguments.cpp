@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a caller of plan() may pass: its options and its routing, which is brought into one form.
+// Checks of what a caller of plan() passes: its options and its routing, which is brought into one
+// form.
 #include <algorithm>
 #include <cstring>
 #include <limits>

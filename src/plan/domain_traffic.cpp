@@ -198,7 +198,7 @@ void add_forwarded(
   }
 }
 
-// The same areas as add_forwarded() of the peers makes, seen from their other end.
+// Adds the areas that add_forwarded() of the peers makes, seen from their other end.
 void add_received_areas(const PlanData& plan, DomainTraffic& traffic) {
   const Domains& domains = *traffic.domains;
   for (const int member : domains.near()) {

@@ -13,9 +13,10 @@
 
 namespace weft {
 
-// Who forwards tokens between domains. A token is sent to another domain once, to its forwarder
-// there (`forwarder`): the rank that has the source's place in its own domain, modulo the size of
-// that domain, which may be another. The forwarder sends it on to the ranks of its domain.
+// Domains of the group, and the ranks that forward tokens between them. A token is sent to another
+// domain once, to its forwarder there (`forwarder`): the rank that has the source's place in its
+// own domain, modulo the size of that domain, which may be another. The forwarder sends it on to
+// the ranks of its domain.
 class Domains {
  public:
   // `domains` as in Topology: every rank once, ascending in each domain. Seen from `rank`.
@@ -76,7 +77,7 @@ class Domains {
 // its forwarder derive the same list.
 [[nodiscard]] std::vector<int32_t> crossing_tokens(std::span<const Arrivals* const> pairs);
 
-// The same list with the way from arrivals to it and back.
+// Returns the same list with the way from arrivals to it and back.
 [[nodiscard]] Crossings find_crossings(std::span<const Arrivals* const> pairs);
 
 // The source of another domain whose tokens this rank forwards.
@@ -88,7 +89,7 @@ struct ForwardedSource {
   std::vector<int64_t> first_row;  // [members] of the pair in the area to that member
 };
 
-// Where a token goes, by domain.
+// A domain that a token goes to, and the token's number there.
 struct TokenPart {
   static constexpr int32_t kHere = -1;
   int32_t domain = 0;
@@ -96,8 +97,8 @@ struct TokenPart {
   friend bool operator==(const TokenPart&, const TokenPart&) = default;
 };
 
-// What a plan of a group of several domains has in addition to its pairs: which of this rank's
-// tokens go to which domain, and what it forwards for ranks of other domains.
+// Traffic that a plan of a group of several domains has in addition to its pairs: which of this
+// rank's tokens go to which domain, and what it forwards for ranks of other domains.
 //
 // Rows pass between two ranks of a domain in one sequence, an area: the pair of the two, then the
 // pairs (source, receiver) that the sender forwards, sources ascending. Both ends know all sizes.
@@ -171,7 +172,7 @@ struct CrossingCount {
 };
 [[nodiscard]] CrossingCount count_sent(const PlanData& plan);
 [[nodiscard]] CrossingCount count_forwarded(const PlanData& plan);
-// Of combine: what this rank returns to other domains.
+// Counts what this rank returns to other domains in combine.
 [[nodiscard]] CrossingCount count_returned(const PlanData& plan);
 
 }  // namespace weft

@@ -53,7 +53,7 @@ struct Crossings {
   }
 };
 
-// Where a token went: arrival `index` of the pair (this rank, rank).
+// Arrival of a token: number `index` of the pair (this rank, rank).
 struct TokenArrival {
   int32_t rank = 0;
   int32_t index = 0;
@@ -73,7 +73,7 @@ struct PlanShape {
   std::vector<int> lost = {};  // ranks that took no part, ascending
 
   [[nodiscard]] int num_local_experts() const { return num_experts / num_ranks; }
-  // Those that tokens choose among.
+  // Experts that tokens choose among.
   [[nodiscard]] int num_chosen_experts() const {
     return num_experts - num_ranks * options.balance.replicas;
   }
@@ -91,8 +91,8 @@ struct PlanShape {
                    : shape.options.balance.placement[static_cast<size_t>(replica)];
 }
 
-// Whether combine adds up arrival i of a pair where its rows are and returns the sum. With
-// SumOrder::kTopk only where these are all rows that a token can have.
+// Returns whether combine adds up arrival i of a pair where its rows are and returns the sum. With
+// SumOrder::kTopk it does so only where these are all rows that a token can have.
 [[nodiscard]] inline bool returns_sum(const PlanShape& shape, const Arrivals& pair, int64_t i) {
   const auto a = static_cast<size_t>(i);
   return shape.options.order == SumOrder::kRank ||
@@ -112,7 +112,7 @@ struct PlanShape {
   none.route_begin = {0};
   return none;
 }
-// Of all arrivals of a pair.
+// Rows that all arrivals of a pair return.
 [[nodiscard]] int64_t num_returned_rows(const PlanShape& shape, const Arrivals& pair);
 
 struct PlanData;
@@ -124,7 +124,7 @@ class DevicePlan {
   virtual ~DevicePlan() = default;
   // All of it, copied on first use. Waits for the GPU; any thread.
   [[nodiscard]] virtual const PlanData& on_host() const = 0;
-  // The same of what is filled in with PlanData::has_output_shape.
+  // The part that PlanData::has_output_shape is about, copied likewise; perhaps more.
   [[nodiscard]] virtual const PlanData& shape_on_host() const = 0;
   [[nodiscard]] virtual Plan::OnDevice on_device() const = 0;
 };
@@ -176,7 +176,7 @@ struct PlanData {
 
 // Everything that a plan holds; the first call copies a GPU's plan to the host and waits for that.
 [[nodiscard]] const PlanData& contents_of(const Plan& plan);
-// What is known without that: the shape and num_rows.
+// The part that is known without that: the shape and num_rows.
 [[nodiscard]] const PlanData& header_of(const Plan& plan);
 
 // Rows of this rank's output that carry a token.

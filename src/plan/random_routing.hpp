@@ -24,15 +24,15 @@ class RandomSource {
     return z ^ z >> 31;
   }
 
-  // In [0, bound), bound from 1 to 2^32; the bias is below 2^-32.
+  // Draws from [0, bound), bound from 1 to 2^32; the bias is below 2^-32.
   uint64_t below(uint64_t bound) { return (next() >> 32) * bound >> 32; }
 
-  // In [low, high].
+  // Draws from [low, high].
   int64_t between(int64_t low, int64_t high) {
     return low + static_cast<int64_t>(below(static_cast<uint64_t>(high - low) + 1));
   }
 
-  // In [0, 1), a multiple of 2^-24.
+  // Draws from [0, 1), a multiple of 2^-24.
   float uniform() { return static_cast<float>(next() >> 40) * 0x1p-24F; }
 
  private:

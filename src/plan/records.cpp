@@ -222,7 +222,7 @@ bool is_in(int64_t value, int64_t end) {
   return value >= 0 && value < end;
 }
 
-// What is wrong with a route of the arrival whose routes begin with `first`.
+// Says what is wrong with route `r` of the arrival whose routes begin with `first`.
 std::string route_fault(const Arrivals& a, const ArrivalBounds& bounds, size_t r, size_t first) {
   static constexpr const char kText[] = "{}[{}] = {} is out of range ({} = {})";
   if (!is_in(a.slot[r], bounds.num_rows)) {

@@ -19,12 +19,12 @@ using IsLost = std::function<bool(int rank)>;
 // places that no expert was chosen for.
 void drop_routes_to(std::span<const int32_t> experts, RouteTable& routes);
 
-// The same plan with nothing to and from ranks that are lost. Slots stay as they are; rows of lost
-// ranks become padding, which dispatch fills with zeros. What counts rows of the whole group is
-// unchanged. Nothing is forwarded between domains any more, since what a lost forwarder knew is
+// Returns the plan with nothing to and from ranks that are lost. Slots stay as they are; rows of
+// lost ranks become padding, which dispatch fills with zeros. What counts rows of the whole group
+// is unchanged. Nothing is forwarded between domains any more, since what a lost forwarder knew is
 // lost, too: rows go straight from their source, and the sums are those of one domain.
 [[nodiscard]] PlanData without(const IsLost& is_lost, const PlanData& plan);
-// Whether that would change anything.
+// Returns whether without() would change anything.
 [[nodiscard]] bool has_traffic_with(const IsLost& is_lost, const PlanData& plan);
 
 }  // namespace weft

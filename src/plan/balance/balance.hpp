@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which experts get copies on other ranks for one routing, so that all ranks have about as many
-// rows, and which routes go to the copies. A pure function of the counts that every rank has: all
-// ranks compute the same. routing.hpp makes a plan call do it.
+// Choice of the experts that get copies on other ranks for one routing, so that all ranks have
+// about as many rows, and of the routes that go to the copies. A pure function of the counts that
+// every rank has: all ranks compute the same. routing.hpp makes a plan call do it.
 //
 // The weights of an expert lie in places: expert e always on rank e / (experts / ranks), its
 // master, and perhaps in replicas on other ranks. A *physical expert* is one such place; a rank has
@@ -23,8 +23,8 @@ namespace weft {
 
 inline constexpr int64_t kMostBlockRows = 1024;
 inline constexpr int64_t kMostReplicaRows = INT32_MAX;
-// Of an expert, when rows are poured on its places (spread.cpp); whoever needs more is nearly even
-// by then.
+// Most turns of each expert when rows are poured on its places (spread.cpp); ranks that need more
+// are nearly even by then.
 inline constexpr int kMostTurns = 64;
 
 struct BalanceOptions {
@@ -54,7 +54,7 @@ struct PhysicalExperts {
   }
 };
 
-// Of ranks in ascending order.
+// Returns whether `rank` is among `ranks`, which must ascend.
 [[nodiscard]] inline bool is_among(std::span<const int> ranks, int rank) {
   return std::binary_search(ranks.begin(), ranks.end(), rank);
 }
@@ -99,8 +99,8 @@ struct Balance {
     std::span<const int32_t> counts, Placement placement, std::span<const int> domain_of
 );
 
-// Whether replicas spare the busiest rank, which has `unbalanced` rows without them, more than the
-// weights cost that some rank sends or gets: replica_rows for each replica, or nothing.
+// Returns whether replicas spare the busiest rank, which has `unbalanced` rows without them, more
+// than the weights cost that some rank sends or gets: replica_rows for each replica, or nothing.
 [[nodiscard]] bool pays_off(const Placement& balanced, int64_t unbalanced, int64_t replica_rows);
 
 // Every row at its expert's master. `rows`: [shape.num_experts].
@@ -122,7 +122,7 @@ struct Balance {
 // blocks. Ranks that are `lost` take none.
 void pour_rows(Placement& placement, std::span<const int> lost = {});
 
-// Those that lie on lost ranks only, ascending. `replicas` as for spread_rows.
+// Returns the experts that lie only on lost ranks, ascending. `replicas` as for spread_rows.
 [[nodiscard]] std::vector<int32_t> experts_without_copy(
     const PhysicalExperts& shape, std::span<const int32_t> replicas, std::span<const int> lost
 );

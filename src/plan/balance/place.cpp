@@ -65,7 +65,7 @@ bool pays_off(const Placement& balanced, int64_t unbalanced, int64_t replica_row
 
 namespace {
 
-// What whole blocks hold of so many rows.
+// Returns how many of `rows` fill whole blocks.
 int64_t whole_blocks(const Placement& placement, int64_t rows) {
   return rows - rows % placement.block_rows;
 }
@@ -138,8 +138,8 @@ class Attempt {
     return largest;
   }
 
-  // Of the ranks with a free place and room. No expert comes to a rank twice: what took some of its
-  // rows is full, or has all of them, but for less than a block.
+  // Returns the emptiest of the ranks with a free place and room. No expert comes to a rank twice:
+  // a rank that took some of its rows is full, or has all of them, but for less than a block.
   [[nodiscard]] std::optional<int> emptiest_rank() const {
     std::optional<int> emptiest;
     for (int rank = 0; rank < placement_.shape.num_ranks; ++rank) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which source sends how much to which place of an expert, and which of its routes these are.
+// Quotas: how many rows each source sends to each place of an expert, and which routes these are.
 //
 // An expert's places take what their own rank has, then what their domain has, then the rest, in
 // ascending order of places and sources. A kernel does each of the three with prefix sums: source

@@ -24,7 +24,7 @@ void check_balancing(
     const Balancing& balancing, int num_ranks, int num_experts, const Context& context
 );
 
-// Of `counts` by rank and expert: what `balancing`, which has been checked, makes of them.
+// Returns what `balancing`, which has been checked, makes of `counts` by rank and expert.
 // `domain_of`: [num_ranks], or empty for one domain. Ranks that are `lost` take no rows; there are
 // none of experts without a copy elsewhere (see drop_routes_to).
 [[nodiscard]] Balance balance_counts(
@@ -34,10 +34,10 @@ void check_balancing(
     std::span<const int> lost = {}
 );
 
-// The same routes of `source`, to physical experts.
+// Returns `routes` of `source` with physical experts in place of experts.
 [[nodiscard]] RouteTable physical_routes(RouteTable routes, const Balance& balance, int source);
 
-// The same counts by physical expert. Arrivals are zeros: only a rank's own routes tell them.
+// Returns `counts` by physical expert. Arrivals are zeros: only a rank's own routes tell them.
 [[nodiscard]] std::vector<RankCounts> physical_counts(
     std::span<const RankCounts> counts, const Balance& balance
 );

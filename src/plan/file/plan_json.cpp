@@ -359,7 +359,8 @@ PlanShape shape_from(const JsonNode& node) {
   return shape;
 }
 
-// What every rank's routes make of this rank's output. Of the others' outputs nothing is known.
+// Reads the shape of this rank's output, which follows from the routes of all ranks. Nothing is
+// known of the others' outputs.
 void read_output_shape(const JsonNode& whole, PlanData& plan) {
   const PlanOptions& options = plan.shape.options;
   const auto num_ranks = static_cast<size_t>(plan.shape.num_ranks);

@@ -308,7 +308,7 @@ void append_indices(
   }
 }
 
-// Where to go on in a file that holds records already.
+// Returns the byte at which to go on in a file that holds records already.
 int64_t end_of_existing(const std::string& path, const RoutingFileShape& shape) {
   const RoutingFileReader reader(path, RoutingFileReader::Tail::kIgnore);
   WEFT_CHECK(

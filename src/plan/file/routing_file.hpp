@@ -130,7 +130,7 @@ class RoutingFileReader {
   // Checks the record's checksum and every index.
   [[nodiscard]] RoutingRecord read(int64_t record);
   [[nodiscard]] const std::string& tail_fault() const { return tail_fault_; }
-  // Where the next record would begin.
+  // Byte at which the next record would begin.
   [[nodiscard]] int64_t end() const { return static_cast<int64_t>(end_); }
 
  private:

@@ -209,7 +209,7 @@ void fill_source(const Problem& problem, PlanData& plan) {
   plan.token_begin.push_back(static_cast<int32_t>(plan.token_arrivals.size()));
 }
 
-// Of routes to physical experts, or where there are no replicas.
+// Plans for routes to physical experts, or for any routes where there are no replicas.
 std::vector<PlanData> plans_of_physical(
     std::span<const RouteTable> routes,
     int num_experts,
@@ -239,7 +239,7 @@ std::vector<PlanData> plans_of_physical(
   return plans;
 }
 
-// Which rows go to which replica.
+// Decides which rows go to which replica.
 Balance balance_of(
     std::span<const RouteTable> routes,
     int num_experts,
