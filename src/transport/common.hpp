@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all transports share: who speaks in their errors, what they refuse in the same words, and
-// how long a waiting rank spins.
+// Common parts of all transports: who speaks in their errors, what they refuse in the same words,
+// and how long a waiting rank spins.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ inline void check_signal(
   );
 }
 
-// What this rank knows of the region that a put names.
+// State of the region that a put names, as this rank knows it.
 struct PutRegion {
   bool is_imported = false;
   bool is_released = false;

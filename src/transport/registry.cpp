@@ -20,7 +20,8 @@ namespace {
 
 struct Entry {
   std::string_view name;
-  // What can be known without trying. `kind` is what follows the colon in a name, often nothing.
+  // Returns what speaks against it, as far as that is known without trying; empty: nothing. `kind`
+  // is what follows the colon in a name, often nothing.
   std::string (*obstacle)(const Group& group, std::string_view kind);
   decltype(&make_ofi) make;  // collective; throws on every rank or on none
   bool has_kinds = false;
@@ -79,7 +80,7 @@ std::string_view kind_of(std::string_view name) {
   return colon == std::string_view::npos ? std::string_view() : name.substr(colon + 1);
 }
 
-// What a name stands for, best first; "auto" stands for all.
+// Returns what a name stands for, best first; "auto" stands for all.
 std::vector<const Entry*> entries_of(std::string_view name) {
   std::vector<const Entry*> entries;
   for (const Entry& entry : kEntries) {
@@ -106,7 +107,7 @@ void check_obstacle(const Entry& entry, const Group& group, std::string_view kin
   });
 }
 
-// By one rank: a transport that was to join these ranks does not.
+// Logs, on one rank, that a transport that was to join these ranks does not.
 void tell_passed_over(
     const Entry& taken,
     const std::vector<std::string>& failures,

@@ -81,7 +81,7 @@ class Transport {
   // Raises a signal by `amount` after everything this thread wrote through mapped() before is
   // visible.
   virtual void raise(int rank, uint32_t signal, uint64_t amount) = 0;
-  // Where this rank can store into an imported region itself; null if it cannot.
+  // Address at which this rank can store into an imported region itself; null if it cannot.
   [[nodiscard]] virtual std::byte* mapped(int rank, uint32_t region) const = 0;
 
   // --- waiting: any thread ---

@@ -113,7 +113,7 @@ Region FaultyTransport::lend(std::byte* data, uint64_t bytes, const Device& devi
   return inner_->lend(data, bytes, device);
 }
 
-// What is held back is copied by this process.
+// Puts that are held back are copied by this process.
 std::string FaultyTransport::lend_obstacle(const Device& device) const {
   return device.kind == Device::Kind::kCpu
              ? inner_->lend_obstacle(device)
@@ -159,7 +159,7 @@ void FaultyTransport::raise(int rank, uint32_t signal, uint64_t amount) {
   }
 }
 
-// In random order: what is due together has no order of its own.
+// Takes out what is due, in random order: what is due together has no order of its own.
 std::vector<FaultyTransport::Held> FaultyTransport::take_due(Clock::time_point now) {
   const auto first_due = std::partition(held_.begin(), held_.end(), [now](const Held& held) {
     return held.due > now;

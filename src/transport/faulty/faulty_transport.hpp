@@ -42,8 +42,8 @@ struct FaultyName {
 // Empty for a name without that prefix. Throws Error (kInvalidArgument) naming the fault.
 [[nodiscard]] std::optional<FaultyName> parse_faulty_name(std::string_view name);
 
-// What it delays still arrives: a thread of its own sends it after FaultPlan::hold, or the rank
-// does so earlier when it makes progress or parks.
+// Delayed puts and raises still arrive: a thread of its own sends them after FaultPlan::hold, or
+// the rank does so earlier when it makes progress or parks.
 class FaultyTransport final : public Transport {
  public:
   FaultyTransport(std::unique_ptr<Transport> inner, const FaultPlan& plan, const Group& group);

@@ -98,16 +98,17 @@ class MappedTransport final : public Transport {
   MappedTransport(const MappedTransport&) = delete;
   MappedTransport& operator=(const MappedTransport&) = delete;
 
-  // Whether `rank` is a member; all other calls are only for members.
+  // Returns whether `rank` is a member; all other calls are only for members.
   [[nodiscard]] bool has_member(int rank) const {
     return rank >= 0 && rank < context_.num_ranks && peers_[static_cast<size_t>(rank)] != nullptr;
   }
-  // Where this rank's signals are, for who raises them by other means.
+  // Block of this rank's signals, for code that raises them by other means.
   [[nodiscard]] const SignalBlock& signals() const { return own_; }
 
   [[nodiscard]] std::string_view name() const override { return context_.transport; }
   [[nodiscard]] Region allocate(uint64_t bytes) override;
-  // As Transport::lend(), for a network that works beside this transport: members cannot reach it.
+  // Adds a region as Transport::lend() does, for a network that works beside this transport:
+  // members cannot reach it.
   [[nodiscard]] Region add_lent(std::byte* data, uint64_t bytes);
   void release(const RegionRef& region) override;
   void import(int rank, const RegionRef& region) override;
@@ -122,7 +123,7 @@ class MappedTransport final : public Transport {
   void park(uint32_t seen, std::chrono::nanoseconds at_most) override;
   [[nodiscard]] PeerState peer_state(int rank) const override;
   void close() override { leave(-1); }
-  // As close(), and tells the members that a rank has died, of theirs or not; -1: none.
+  // Closes, and tells the members that rank `dead` has died, a member or not; -1: none.
   void leave(int dead);
   // The rank of whose death a member told when it left; -1: none.
   [[nodiscard]] int death_told_by(int rank) const {

@@ -92,7 +92,7 @@ class SignalBlock {
   // Words are shared between processes, which a hidden lock would not survive.
   static_assert(Atomic32::is_always_lock_free && Atomic64::is_always_lock_free);
 
-  // What is written often, and by different sides, has a cache line of its own.
+  // Words that are written often, and by different sides, have cache lines of their own.
   struct Header {
     alignas(64) uint32_t doorbell;
     alignas(64) uint32_t waiters;

@@ -28,7 +28,7 @@ namespace weft {
     const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
 );
 
-// What `weft info --fabric` shows, for ranks of this host.
+// Report that `weft info --fabric` shows, for ranks of this host.
 struct FabricReport {
   struct Entry {
     std::string provider;  // as in the table of providers

@@ -97,7 +97,8 @@ void OfiTransport::put(int rank, std::span<const Put> puts) {
   }
 }
 
-// What this process may not copy, and what a write from where it lies needs.
+// Returns whether this process must not copy the put's source (is_lent), and what a write from
+// where it lies needs.
 OfiTransport::Source OfiTransport::source_of(const Put& put) const {
   const bool may_be_direct = put.bytes > kCopyBytes && fabric_->needs_local();
   return put.bytes > 0 && (may_be_direct || local_->has_lent())

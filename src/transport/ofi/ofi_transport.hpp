@@ -45,7 +45,7 @@ namespace weft::ofi {
 // of a session in this process ends.
 class Closing {
  public:
-  // The same object for all ranks of `session` in this process. Any thread.
+  // Returns one object for all ranks of `session` in this process. Any thread.
   [[nodiscard]] static std::shared_ptr<Closing> join(uint64_t session);
   // Keeps queues that nobody polls any more until the last holder of this object is gone.
   void keep(std::vector<std::unique_ptr<Queue>> queues);
@@ -132,7 +132,8 @@ class OfiTransport final : public Transport, private QueueEvents {
       const Pending& pending
   );
   void require(Outcome outcome, int rank) const;
-  // What the fabric said when it was given something for `rank`.
+  // Returns `result`, what the fabric said when it was given something for `rank`, and notes that
+  // the rank answers if it is 0.
   [[nodiscard]] int64_t noted(int rank, int64_t result) const;
   // `attempt` returns 0, -FI_EAGAIN, kNoRoom or libfabric's error; kDone is what is left.
   template <class Attempt>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this rank knows of its peers' lives: who said farewell, whose process ended, which
-// operations failed. Any thread.
+// Peers' lives, as far as this rank knows: who said farewell, whose process ended, which operations
+// failed. Any thread.
 #pragma once
 
 #include <atomic>
@@ -59,9 +59,9 @@ class Peers {
   [[nodiscard]] bool has_failed(int rank) const {
     return at(rank).has_failed.load(std::memory_order_acquire);
   }
-  // What failed, once it is clear that the rank is not simply gone; empty if nothing.
+  // Returns what failed, once it is clear that the rank is not simply gone; empty if nothing did.
   [[nodiscard]] std::optional<std::string> failure(int rank) const;
-  // The same of any rank; cheap while nothing has failed.
+  // Returns such a failure of any rank; cheap while nothing has failed.
   [[nodiscard]] std::optional<std::string> any_failure() const;
 
  private:

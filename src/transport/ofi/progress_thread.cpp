@@ -66,7 +66,8 @@ bool ProgressThread::is_helped() {
          num_sleepers_.load(std::memory_order_relaxed) == 0;
 }
 
-// Whoever waits for the queue must hear that nobody looks after it any more.
+// Breaks the queue off if run() throws: those who wait for it must hear that no thread looks after
+// it any more.
 void ProgressThread::run_guarded() {
   try {
     run();

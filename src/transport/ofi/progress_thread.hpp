@@ -31,7 +31,7 @@ class ProgressThread {
  private:
   void run_guarded();
   void run();
-  // Whether other threads have polled since the last call.
+  // Returns whether other threads have polled since the last call, and none sleeps.
   [[nodiscard]] bool is_helped();
   void nap(int num_naps);
   void sleep(int num_slices);

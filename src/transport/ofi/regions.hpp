@@ -37,9 +37,9 @@ class LocalRegions {
     void* descriptor = nullptr;  // null: no region holds the bytes
     bool is_lent = false;
   };
-  // What a write out of these bytes needs, from the region that holds them.
+  // Returns what a write out of these bytes needs, from the region that holds them.
   [[nodiscard]] Source source_at(const void* data, uint64_t bytes) const;
-  // Whether a region is lent; cheap.
+  // Returns whether a region is lent; cheap.
   [[nodiscard]] bool has_lent() const { return num_lent_.load(std::memory_order_relaxed) > 0; }
 
  private:

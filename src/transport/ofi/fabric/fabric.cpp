@@ -59,7 +59,8 @@ Api open_library() {
   return api;  // never closed: its threads and handlers may outlive any of us
 }
 
-// Whoever knows a key can write, so keys start where nobody guesses if there is room for that.
+// Returns the first key: a random one if there is room for that, as anyone who knows a key can
+// write.
 uint64_t first_key(const fi_info& info) {
   const bool is_wide = info.domain_attr->mr_key_size >= sizeof(uint64_t);
   return is_wide ? random_value<uint64_t>() >> 1 : 1;  // counting on never reaches FI_KEY_NOTAVAIL

@@ -27,9 +27,9 @@
 
 namespace weft::ofi {
 
-// What is asked of libfabric, whatever newer headers would ask. From 1.18 on providers may call
-// CUDA unless FI_OPT_CUDA_API_PERMITTED is set to false, and such a call may wait for work that
-// waits for its end.
+// Version that is asked of libfabric, whatever newer headers would ask. From 1.18 on providers may
+// call CUDA unless FI_OPT_CUDA_API_PERMITTED is set to false, and such a call may wait for work
+// that waits for its end.
 constexpr uint32_t kApiVersion = FI_VERSION(1, 17);
 
 // How the program handles signals, restored at the end of the scope. Providers of libfabric and the
@@ -116,7 +116,7 @@ struct Provider {
 // Best first.
 [[nodiscard]] std::span<const Provider> providers();
 
-// What the user asked for.
+// Fabric that the user asked for, and what is known of the rank that asks.
 struct FabricWish {
   std::string provider;              // empty: the best
   std::vector<std::string> domains;  // of libfabric, such as "mlx5_0", to choose from; none: any
@@ -198,7 +198,7 @@ class Fabric {
   std::atomic<uint64_t> next_key_;  // asked for where the provider makes none itself
 };
 
-// What `kind`, else the environment asks for, for these ranks.
+// Returns what `kind`, else the environment asks for, for these ranks.
 [[nodiscard]] FabricWish wish_for(
     const Group& group, std::string_view kind, std::string_view device = {}
 );
@@ -216,9 +216,9 @@ struct Selection : Offer {
 // --- which of a host's cards and addresses a rank uses: a card that lies near its GPU, or near its
 // cores, and where several do, ranks of the host take them in turns (card.cpp) ---
 
-// Of a list, as fi_getinfo gives it, what the first one's provider offers on each card: each domain
-// once, of those that are `wanted`, or if none is named of the first one's fabric: others may lead
-// elsewhere.
+// Returns the first entry of each domain, in a list as fi_getinfo gives it, that the first one's
+// provider offers and that is `wanted`, or, if none is named, is of the first one's fabric: others
+// may lead elsewhere.
 [[nodiscard]] std::vector<const fi_info*> list_cards(
     const fi_info* offers, std::span<const std::string> wanted
 );

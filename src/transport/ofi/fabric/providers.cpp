@@ -143,7 +143,7 @@ void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
   query(provider, wish, false, offer);
 }
 
-// What speaks against a provider before libfabric is asked.
+// Returns what speaks against a provider before libfabric is asked; empty: nothing.
 std::string obstacle_to(const Provider& provider, const FabricWish& wish) {
   if (!wish.provider.empty() && wish.provider != provider.name) {
     return fmt::format("{} is asked for", wish.provider);

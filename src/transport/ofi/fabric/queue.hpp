@@ -49,8 +49,8 @@ class Immediate {
   unsigned amount_bits_;
 };
 
-// What ranks tell each other in addition to the bytes of puts. All ranks run the same build, so the
-// struct travels as it is.
+// Kinds of messages that ranks send in addition to the bytes of puts. All ranks run the same build,
+// so a Message travels as it is.
 enum class MessageKind : uint32_t {
   kRaise,     // signal a grows by b
   kReleased,  // region a, generation b of the sender is gone
@@ -84,7 +84,8 @@ class BounceRoom {
 constexpr size_t kMaxFlying = 256;    // operations in flight of a queue
 constexpr size_t kNumReceives = 128;  // messages that may come to a queue between two polls
 
-// What a queue finds out while it is polled. Called with the queue locked: be quick, never call it.
+// Receiver of what a queue finds out while it is polled. Called with the queue locked: be quick,
+// never call it.
 class QueueEvents {
  public:
   virtual void on_put(uint64_t immediate) = 0;
@@ -141,12 +142,12 @@ class Queue {
   [[nodiscard]] int64_t post(Operation& operation, const Write& write);
   void abandon(Operation& operation);
   static constexpr int64_t kNoRoom = 1;  // too much is in flight
-  // As post(), or kNoRoom.
+  // Returns what post() would, or kNoRoom.
   [[nodiscard]] int64_t send(int rank, const Message& message, Pending pending = nullptr);
 
   // Handles what has completed or come; returns how much that was.
   size_t poll();
-  // The same, but 0 at once while another thread polls or posts.
+  // Does the same, but returns 0 at once while another thread polls or posts.
   size_t try_poll();
   // Nothing will be handled any more, for this reason.
   void break_off(const char* call, int error);
@@ -161,9 +162,9 @@ class Queue {
   }
 
   // --- for the progress thread ---
-  // What to wait for with poll(2), -1 if the provider has none.
+  // Descriptor to wait for with poll(2), -1 if the provider has none.
   [[nodiscard]] int descriptor() const { return descriptor_; }
-  // Whether waiting for the descriptor is safe now.
+  // Returns whether waiting for the descriptor is safe now.
   [[nodiscard]] bool may_sleep();
 
  private:

@@ -19,7 +19,7 @@
 namespace weft::ofi {
 namespace {
 
-// As many queues, up to `wanted`, as every usable provider can have.
+// Returns how many queues, up to `wanted`, every usable provider can have.
 size_t fewest_queues(const std::vector<Offer>& offers, int wanted) {
   auto fewest = static_cast<size_t>(wanted);
   for (const Offer& offer : offers) {
