@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU executor needs of its rank and of the call it runs.
+// The rank and the call that the CPU executor works for.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace weft {
 
-// What a rank has for all calls.
+// Parts of a rank that all its calls share.
 struct CpuRank {
   Transport& transport;
   Waiter& waiter;
@@ -31,7 +31,7 @@ struct CpuRank {
   IsLost is_lost = none_is_lost;
 };
 
-// What belongs to one call.
+// Parts that belong to one call.
 struct CpuCall {
   const CpuRank rank;
   uint64_t number = 0;
@@ -42,8 +42,8 @@ struct CpuCall {
   std::byte* staging_data = nullptr;
 };
 
-// Where this rank reaches what a peer named in its word; null: it cannot. Throws LostPeerError if
-// the peer has broken off since and let go of it.
+// Returns where this rank reaches what a peer named in its word; null: it cannot. Throws
+// LostPeerError if the peer has broken off since and let go of it.
 [[nodiscard]] inline std::byte* reach(const CpuCall& call, int peer, const Target& target) {
   const Transport& transport = call.rank.transport;
   std::byte* const region = transport.mapped(peer, target.region.slot);
@@ -59,7 +59,7 @@ struct CpuCall {
   return region == nullptr ? nullptr : region + target.offset;
 }
 
-// Where (token, k) has its weight in a tensor shaped like Routing::weights.
+// Index of the weight of (token, k) in a tensor shaped like Routing::weights.
 [[nodiscard]] inline size_t weight_index(const PlanData& plan, int64_t token, int32_t k) {
   const int64_t route = token * plan.shape.topk + k;
   if (!plan.shape.from_map) {
@@ -112,7 +112,7 @@ inline size_t gather_weights(
   return {.peer = static_cast<int>(peer), .signal = signal, .wanted = ++rank.settled[signal]};
 }
 
-// Where route `j` of a pair has its weight in a tensor shaped like DispatchOutput::weights.
+// Index of the weight of route `j` of a pair in a tensor shaped like DispatchOutput::weights.
 [[nodiscard]] inline size_t row_weight_index(const PlanData& plan, const Arrivals& pair, size_t j) {
   const auto row = static_cast<size_t>(pair.slot[j]);
   return pair.one_row ? row * static_cast<size_t>(plan.shape.topk) + static_cast<size_t>(pair.k[j])

@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// What a peer sends here in one call.
+// Arrivals that a peer sends here in one call.
 struct ChunkSource {
   int64_t num_arrivals = 0;  // 0 for this rank itself
   uint64_t puts_per_arrival = 1;
@@ -24,7 +24,7 @@ struct ChunkSource {
   std::vector<int> behind = {};  // ranks that `peer` may wait for itself
 };
 
-// What one call lets arrive here.
+// Chunks that arrive here in one call.
 struct ChunkTraffic {
   std::vector<ChunkSource> sources = {};
   uint64_t puts_per_chunk = 0;  // on top, e.g. one for all weights of a chunk
@@ -36,7 +36,7 @@ struct ChunkTraffic {
   }
 };
 
-// The same where arrivals have different numbers of puts, which are counted beforehand.
+// Chunks whose arrivals have different numbers of puts, which are counted beforehand.
 struct CountedTraffic {
   std::vector<ChunkSource> sources = {};
   std::vector<std::vector<uint64_t>> puts = {};  // by source and chunk

@@ -28,9 +28,10 @@
 
 namespace weft {
 
-// Where an exchange works, and for whom.
+// Surroundings of an exchange: domains, transport, and the executor that it works for.
 struct CpuPlace {
-  // As Topology::domains; others than the group's are for tests. The same on every rank.
+  // Domains in the form of Topology::domains, the same on every rank; others than the group's are
+  // for tests.
   std::vector<std::vector<int>> domains;
   TransportMaker make = make_transport;  // another is for tests
   // --- for an executor on GPUs (network.hpp) ---
@@ -95,19 +96,19 @@ class CpuExchange : public Executor {
   template <class Prepare, class Run>
   void run_call(Op op, const Prepare& prepare, const Run& run);
   void run_attempts(Op op, const std::function<void()>& attempt);
-  // What prepare() threw, when the others have been told.
+  // Exception that prepare() threw, once the others have been told.
   struct Refused {
     std::exception_ptr reason;
   };
   void refuse_attempt(Op op, const Refusal& reason);
   // The end of the exchange, unless the attempt failed because ranks are lost.
   void settle(Op op, const Error& error);
-  // Those who go on without lost ranks do so without this one, too.
+  // Makes ranks that go on without lost ones do so without this one, too.
   void leave();
-  // The same exchange among those that are members now, after so many calls; a rank that joins
-  // again hears the number from the others.
+  // Makes the exchange again among the ranks that are members now, after so many calls; a rank that
+  // joins again hears the number from the others.
   void reconnect(uint64_t num_calls);
-  // The same until it works for all members.
+  // Repeats that until it works for all members.
   void reconnect_at_last(uint64_t num_calls);
   void rejoin(const Group& group, const Invitation& invitation);
   void tell_losses() const;  // to whom wants to know of those of the last call
@@ -118,7 +119,8 @@ class CpuExchange : public Executor {
   [[nodiscard]] std::vector<int> members() const;     // likewise
   // With replicas that lie where they are, or without any.
   [[nodiscard]] std::vector<int32_t> lost_experts(const Balancing& balance) const;
-  // What of a plan concerns those that are left. Valid until the members change.
+  // Returns the part of a plan that concerns the ranks that are left. Valid until the members
+  // change.
   [[nodiscard]] const PlanData& surviving(const Plan& plan);
 
   // The exception being handled, or how a peer has ended if the call failed by that.

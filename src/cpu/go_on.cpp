@@ -51,8 +51,8 @@ Sizes sizes_of(const ExchangeConfig& config) {
   return {config.max_tokens, config.max_topk};
 }
 
-// What members tell each other before they connect. Those who join again learn the number of calls,
-// and that theirs is the exchange of the others; all have room for the largest sizes of any.
+// Facts that members tell each other before they connect. Ranks that join again learn the number of
+// calls, and that theirs is the exchange of the others; all have room for the largest sizes of any.
 struct Meeting {
   uint64_t num_calls = 0;
   std::array<int64_t, 2> config = {};
@@ -241,7 +241,7 @@ const PlanData& CpuExchange::surviving(const Plan& plan) {
       whole.call,
       first_plan_ - 1
   );
-  // The same on all ranks, whichever of them had to do with those that are lost.
+  // Evaluates to the same value on every rank, whether or not it exchanged rows with a lost one.
   const bool is_forwarded_otherwise = whole.between != nullptr && whole.call <= last_change_;
   if (!survival_ || survival_->epoch() == 0 || whole.exchange_id != id_ ||
       !(is_forwarded_otherwise || has_traffic_with(is_lost(), whole))) {

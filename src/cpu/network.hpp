@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an executor that moves rows itself (src/hosts) leaves to the CPU executor of its whole
+// Parts that an executor that moves rows itself (src/hosts) leaves to the CPU executor of its whole
 // group: plans, the handshake of each call, the memory that the network writes, and the network.
 #pragma once
 
@@ -26,9 +26,9 @@ class Network : private CpuExchange {
     return {context_, config, id_};
   }
   [[nodiscard]] const std::string& transport_name() const { return settings_.transport; }
-  // By which it can be made again.
+  // Name by which it can be made again.
   [[nodiscard]] const std::string& full_transport_name() const { return transport_name_; }
-  // What messages call the transport from then on; `name` stays the caller's.
+  // Sets what messages call the transport from then on; `name` stays the caller's.
   void name_transport(std::string_view name) { context_.transport = name; }
 
   // --- calls; all collective ---

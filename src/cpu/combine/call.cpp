@@ -55,8 +55,8 @@ void check_choices(const PlanData& plan, const ConstTensor& source_idx, const Co
   }
 }
 
-// What combine scales rows by: the weights as they were given, or less those that do not count,
-// which live as long as this.
+// Combine's input with the weights that it scales rows by: those given, or a copy without those
+// that do not count, which lives as long as this.
 class CountedWeights {
  public:
   CountedWeights(const PlanData& plan, const CombineInput& in) : in_(in) {

@@ -38,7 +38,7 @@ class CodedSum {
     }
   }
 
-  // What the codes of all groups stand for.
+  // Adds up what the codes of all groups stand for.
   void add_groups(int64_t block, Values& sum) const {
     Values one;
     for (size_t group = 0; group < groups_.group_ends.size(); ++group) {

@@ -11,7 +11,7 @@
 
 namespace weft {
 
-// What a sum is for.
+// Purpose of a sum.
 enum class SumFor : uint8_t {
   kRank,    // what a rank has for a token: one group of rows, coded
   kDomain,  // what a domain has: what its groups' codes stand for, coded

@@ -65,7 +65,7 @@ class CombineReduce {
   }
 
  private:
-  // Who takes the partial sums of a token rank's arrivals, and where in its area they begin.
+  // Rank that takes the partial sums of a token rank's arrivals, and where in its area they begin.
   struct Taker {
     size_t rank;
     int64_t first_row;

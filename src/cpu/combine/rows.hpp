@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What makes up a row of combine's output: rows that this rank reads where they are, and sums that
-// came. forward.hpp, reduce.hpp and sum.hpp list their terms by these and add them up.
+// Terms of a row of combine's output: rows that this rank reads where they are, and sums that came.
+// forward.hpp, reduce.hpp and sum.hpp list their terms by these and add them up.
 #pragma once
 
 #include <array>
@@ -84,7 +84,7 @@ void add_arrival(
          call.words[static_cast<size_t>(peer)].own_rows.region.generation != 0;
 }
 
-// Where they are; null: it cannot.
+// Returns where the rows of `peer` are; null: this rank cannot read them.
 [[nodiscard]] inline const std::byte* readable_rows(
     const CpuCall& call, const CombineInput& in, int peer
 ) {
@@ -155,7 +155,7 @@ void send_sums(
   }
 }
 
-// What makes up each token that is added up by rank.
+// Terms of each token that is added up by rank.
 class CombineRows {
  public:
   using Traffic = ChunkTraffic;

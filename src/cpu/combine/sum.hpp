@@ -13,7 +13,7 @@
 
 namespace weft {
 
-// What comes to a rank that adds by rank; topk.hpp has the same by choice.
+// Traffic to a rank that adds by rank; topk.hpp has the same by choice.
 inline ChunkTraffic sum_traffic(const PlanData& plan, const CombineRows& rows, bool has_weights) {
   ChunkTraffic traffic = {.puts_per_chunk = has_weights ? uint64_t{1} : 0};
   for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
@@ -194,7 +194,7 @@ class CombineSum final : public ChunkWork<CombineSum<Rows>> {
   SumFor sums_for_;
   bool has_weights_;
   Rows rows_;
-  // By rank: partial sums of this domain's ranks, or rows of all, and weights of all.
+  // Partial sums of this domain's ranks, or rows of all, and weights of all; by rank.
   BasicChunkSignals<typename Rows::Traffic> arrived_;
   ChunkSignals crossed_;          // by forwarder: sums of its domain
   std::vector<Scratch> scratch_;  // by worker

@@ -178,7 +178,7 @@ class TopkReturn {
   int64_t num_units_ = 0;
 };
 
-// What makes up each token: its rows where they can be read here, else those that came.
+// Terms of each token: its rows where they can be read here, else those that came.
 class TopkRows {
  public:
   using Traffic = CountedTraffic;
@@ -197,7 +197,7 @@ class TopkRows {
     }
   }
 
-  // As those of CombineRows.
+  // reads() and list() mean what they do in CombineRows.
   [[nodiscard]] bool reads(size_t peer) const { return is_read_[peer]; }
   void list(int64_t token, Token& out) const {
     TopkTerms terms(plan_.shape.topk);
@@ -249,7 +249,7 @@ class TopkRows {
   std::vector<const std::byte*> rows_of_;  // by rank, where its rows can be read here
 };
 
-// What comes to a rank that adds by choice, from ranks of all domains alike.
+// Traffic to a rank that adds by choice, from ranks of all domains alike.
 [[nodiscard]] inline CountedTraffic sum_traffic(
     const PlanData& plan, const TopkRows& rows, bool has_weights
 ) {
@@ -278,7 +278,7 @@ class TopkRows {
   return {};
 }
 
-// In place of CombineForward.
+// Stand-in for CombineForward where nothing is forwarded.
 struct NothingToForward {
   static bool is_claimed() { return true; }
   static bool has_ready() { return false; }

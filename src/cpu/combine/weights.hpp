@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the sending roles of combine do beside rows, whatever the order of sums: weights of routes
-// and their gradients, and the wait for whoever reads rows here.
+// Work of combine's sending roles beside rows, whatever the order of sums: weights of routes and
+// their gradients, and the wait for ranks that read rows here.
 #pragma once
 
 #include <vector>

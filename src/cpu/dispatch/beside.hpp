@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch writes beside rows, weights and scales: what the plan says of them, and another
-// order of scales. Previous: call.cpp, once all rows have come; next: the caller.
+// Outputs of dispatch beside rows, weights and scales: what the plan says of rows, and scales in
+// another order. Previous: call.cpp, once all rows have come; next: the caller.
 #pragma once
 
 #include <algorithm>

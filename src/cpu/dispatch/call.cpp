@@ -16,8 +16,8 @@
 namespace weft {
 namespace {
 
-// What this rank sends, and what it has for its output: regions that peers reach, where it lies in
-// some, and staging.
+// Input that this rank sends, and what it has for its output: regions that peers reach, where it
+// lies in some, and staging.
 struct Ready {
   StoredInput in;
   DispatchOutput out;                 // as rows arrive

@@ -72,8 +72,7 @@ inline void quantise_nvfp4(
   *group.scale = std::byte{scale.stored};
 }
 
-// What dispatch moves: the input as it was given, or its quantised rows, which live as long as
-// this.
+// Input that dispatch moves: as it was given, or its quantised rows, which live as long as this.
 class StoredInput {
  public:
   StoredInput(const DispatchInput& in, WorkerPool& workers) : in_(in) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch moves: rows of one kind (x, or scales), and one fp32 weight per route.
+// Data that dispatch moves: rows of one kind (x, or scales), and one fp32 weight per route.
 #pragma once
 
 #include <algorithm>

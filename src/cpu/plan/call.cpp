@@ -147,7 +147,7 @@ class RecordSwap {
     return decode_records(records, bounds, source, state_.context_);
   }
 
-  // By member of this domain, from a source that this rank forwards for.
+  // Records from a source that this rank forwards for, by member of this domain.
   [[nodiscard]] std::vector<std::span<const std::byte>> bundle_of(int source) const {
     return unbundle_records(area_of(source), domains_.near().size(), source, state_.context_);
   }
@@ -165,7 +165,7 @@ class RecordSwap {
         .via = domains_.between(source)};
   }
 
-  // What lies in the area of `source`, its length bounded by the area's.
+  // Returns what lies in the area of `source`, its length bounded by the area's.
   [[nodiscard]] std::span<const std::byte> area_of(int source) const {
     const std::byte* area =
         state_.control_.data + state_.control_map_.record_offset(static_cast<uint64_t>(source));

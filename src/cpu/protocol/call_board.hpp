@@ -24,7 +24,7 @@
 
 namespace weft {
 
-// Where a peer shall write: offset + row * row bytes, the row by `place`.
+// Place that a peer writes to: offset + row * row bytes, the row by `place`.
 struct Target {
   RegionRef region = {};  // generation 0: nothing of this kind travels
   uint64_t offset = 0;
@@ -89,7 +89,7 @@ class CallBoard {
   [[nodiscard]] std::vector<CallWord> swap(
       std::span<const CallWord> words, std::span<const std::byte> payload
   );
-  // What `rank` sent behind its word of this call. Valid until the next call but one.
+  // Returns what `rank` sent behind its word of this call. Valid until the next call but one.
   [[nodiscard]] std::span<const std::byte> payload(int rank) const;
 
   // Posts a refusal, waits for the others as swap() does, and returns; the caller throws its own

@@ -103,7 +103,7 @@ struct SignalMap {
   [[nodiscard]] WEFT_HD constexpr uint32_t size() const {
     return forwarded(num_forwarded_pairs, 0);
   }
-  // The same, where numbers of 32 bits may not suffice; then there are no such signals.
+  // Number of signals in 64 bits: where 32 do not suffice, there are no such signals.
   [[nodiscard]] WEFT_HD constexpr uint64_t needed() const {
     const uint64_t lists = uint64_t{num_ranks} * (has_crossings ? 3 : 2) + num_forwarded_pairs;
     return 6 * uint64_t{num_ranks} + lists * max_chunks;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where in this rank's staging region each peer writes during one call. Derived from the plan
-// alone.
+// Places in this rank's staging region where each peer writes during one call. They are derived
+// only from the plan.
 #pragma once
 
 #include <cstdint>

@@ -153,7 +153,7 @@ void Waiter::check_peers(
   Gone gone;  // rather one that died than one that left for that reason
   for (const Missing& one : missing) {
     const Gone found = find_gone(one);
-    // What a peer raised before it ended still counts, so look once more after its state.
+    // Signals that a peer raised before it ended still count, so look once more after its state.
     const bool is_raised = transport_->signal_value(one.signal) >= one.wanted;
     if (found.how != PeerState::kAlive && !is_raised && gone.how != PeerState::kDied) {
       gone = found;

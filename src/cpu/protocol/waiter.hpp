@@ -34,7 +34,7 @@ struct WaitReason {
   std::string_view what;  // "rows"
 };
 
-// Who else takes part, and what this rank does now and then while it waits for them.
+// Ranks that take part, and what this rank does now and then while it waits for them.
 struct Company {
   Survival* survival = nullptr;  // who says when a wait is over; null: the deadline
   IsLost is_lost = none_is_lost;
@@ -82,7 +82,7 @@ class Waiter {
   [[nodiscard]] std::vector<double> wait_seconds() const;
 
  private:
-  // Whose end leaves a signal unraised, and how it ended.
+  // Rank whose end leaves a signal unraised, and how it ended.
   struct Gone {
     const Missing* missing = nullptr;
     int rank = 0;
