@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a dispatch and a combine between domains of GPUs have in common: whose call it is, by which
+// Common parts of a dispatch and a combine between domains of GPUs: whose call it is, by which
 // plan, and how messages are packed, pass and are copied up.
 //
 // A call queues all that the GPU has to do, copies of messages that have not come included, and
@@ -18,7 +18,7 @@
 
 namespace weft {
 
-// Whose call it is, by which plan, and where.
+// Exchange whose call it is, its plan, and where it runs.
 struct HostsCallSite {
   HostsExchange& owner;
   const HostsPlan& device;
@@ -42,16 +42,16 @@ class HostsCall {
   void follow_copies() const;
 
   // --- messages ---
-  // What `launch` says of rows is packed for a rank, in the copy stream.
+  // Packs what `launch` says of rows for a rank, in the copy stream.
   [[nodiscard]] MessageSend pack(
       PackLaunch launch, const MessageArea& area, size_t to, const Target& target, uint32_t signal
   ) const;
-  // What `pack` needs to know of weights of this rank's tokens.
+  // Returns what `pack` needs to know of weights of this rank's tokens.
   [[nodiscard]] PackLaunch weights_launch(const ConstTensor& weights) const;
   // The weights of this rank's own tokens as rounds know them: by k, also if the routing is a map.
   // `area` of the GPU's memory is theirs.
   [[nodiscard]] ConstTensor weights_by_k(const ConstTensor& weights, uint64_t area) const;
-  // What comes from the sources that this rank forwards for; `first_signal(source)`.
+  // Lists what comes from the sources that this rank forwards for; `first_signal(source)`.
   template <class FirstSignal>
   [[nodiscard]] std::vector<MessageReceive> from_sources(const FirstSignal& first_signal) const {
     std::vector<MessageReceive> receives;
@@ -61,7 +61,7 @@ class HostsCall {
     }
     return receives;
   }
-  // What it moves begins to pass. -> the number of the transfer in this call.
+  // Starts the transfer and returns its number in this call.
   size_t start(Transfer transfer);
   // The copy stream goes on once message c of a transfer's receive i has come.
   void let_copies_await(size_t transfer, size_t i, int64_t c) const;

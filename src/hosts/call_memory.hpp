@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where everything of a call between domains of GPUs lies: offsets into the network's staging, into
+// Layout of all memory of a call between domains of GPUs: offsets into the network's staging, into
 // the messages that the GPU packs, and into the GPU memory that calls work in; and how much all of
 // them may need. Previous: the plan's DomainTraffic; next: dispatch.cpp and combine.cpp.
 #pragma once
@@ -49,7 +49,7 @@ struct CallRoom {
   }
 };
 
-// What decides it.
+// Numbers that decide how much room calls need.
 struct CallBounds {
   uint64_t num_others = 0;     // domains
   uint64_t num_forwarded = 0;  // sources that a rank forwards for
@@ -78,15 +78,15 @@ struct CallBounds {
       .num_messages = peers * chunks};
 }
 
-// Where the inter-node tokens of one source lie in GPU memory, or their sums; this rank forwards
-// for it.
+// Offsets in GPU memory of the inter-node tokens of one source that this rank forwards for, or of
+// their sums.
 struct ForwardedArea {
   uint64_t rows = 0;
   uint64_t weights = 0;  // combine: gradients that go back
   uint64_t extra = 0;    // dispatch: scales; combine: source weights that came
 };
 
-// Where the messages for a rank lie among those that the GPU packs.
+// Area of the messages for a rank among those that the GPU packs.
 struct MessageArea {
   uint64_t offset = 0;
   int64_t first = 0;  // number of the first message in its call
@@ -97,7 +97,7 @@ struct DispatchAreas {
   // `tokens`: a row of each inter-node token with its weights and scales, if any.
   DispatchAreas(const PlanData& plan, const MessageFormat& tokens);
 
-  // By source that this rank forwards for:
+  // Areas by source that this rank forwards for:
   std::vector<uint64_t> staged;  // in staging
   std::vector<ForwardedArea> forwarded;
   std::vector<MessageArea> messages;  // by domain, nothing for the own one
@@ -105,22 +105,23 @@ struct DispatchAreas {
   CallRoom room;                      // all of it
 };
 
-// The same in a combine.
+// Areas of a combine.
 struct CombineAreas {
   CombineAreas() = default;
   // `sums`: a row, and its weight gradients if any, of each inter-node token; `weights`: the
   // weights that go the other way before, if any.
   CombineAreas(const PlanData& plan, const MessageFormat& sums, const MessageFormat& weights);
 
-  // By source that this rank forwards for:
+  // Areas by source that this rank forwards for:
   std::vector<ForwardedArea> forwarded;
   std::vector<uint64_t> staged_weights;  // in staging
   std::vector<MessageArea> sum_messages;
-  // By domain, nothing for the own one:
+  // Areas by domain, nothing for the own one:
   std::vector<int64_t> first_part;    // row among the parts
   std::vector<uint64_t> staged_sums;  // in staging
   std::vector<MessageArea> weight_messages;
-  // In GPU memory: all parts (see InterNodeArrays), their weights, and this rank's own by k.
+  // Offsets in GPU memory: all parts (see InterNodeArrays), their weights, and this rank's own by
+  // k.
   uint64_t parts = 0;
   uint64_t part_weights = 0;
   uint64_t own_weights = 0;

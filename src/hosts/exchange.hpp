@@ -65,7 +65,7 @@ struct WireMemory {
   [[nodiscard]] bool is_lent() const { return lent.generation != 0; }
 };
 
-// What passes over the network in a call, all of one kind.
+// Messages that pass over the network in a call, all of one kind.
 struct Transfer {
   MessageFormat format;
   std::string_view what;
@@ -75,7 +75,7 @@ struct Transfer {
   std::vector<uint32_t> before;  // [receives] messages of earlier calls, see MessageCounts
 };
 
-// What `check` throws, or null.
+// Returns what `check` throws, or null.
 template <class Check>
 [[nodiscard]] std::exception_ptr refusal_of(const Check& check) {
   try {
@@ -132,10 +132,10 @@ class HostsExchange final : public Executor {
   [[nodiscard]] bool has_thrown_fault() const { return node_->has_thrown_fault(); }
   // Rounds of this domain that calls have queued so far, those aside that have thrown.
   [[nodiscard]] uint64_t num_queued_rounds() const { return num_rounds_; }
-  // As many of them as have ended well, one after the other, once all have ended; nothing: not yet.
-  // No call is made meanwhile.
+  // Returns how many of them have ended well, one after the other, once all have ended; nothing:
+  // not yet. No call is made meanwhile.
   [[nodiscard]] std::optional<uint64_t> num_whole_rounds() const;
-  // What it has waited is counted from here on, in microseconds by rank.
+  // Adds what earlier exchanges have waited, in seconds by rank, to what this one counts.
   void count_waits_from(std::vector<double> seconds) { earlier_waits_ = std::move(seconds); }
   [[nodiscard]] const Network& network() const { return *network_; }
 
@@ -192,7 +192,7 @@ class HostsExchange final : public Executor {
   // may wait for this rank. Throws Error (kInvalidArgument) if some rank refuses the call.
   void make_room(Call call, int64_t bytes_of_token, cudaStream_t stream);
   void reserve(int64_t bytes_of_token);
-  // What peers write and the GPU copies from.
+  // Reserves the memory that peers write and the GPU copies from.
   void reserve_staging(uint64_t bytes);
   void reserve_messages(uint64_t bytes);
   // The GPU's own, if the network can reach that.
@@ -232,8 +232,8 @@ class HostsExchange final : public Executor {
   // Outgrown: to free it would wait for the whole GPU, where kernels of others may wait for this
   // rank.
   std::vector<std::shared_ptr<const void>> retired_;
-  // Where several ranks of a process share a GPU: a stream of one that waits may keep back work of
-  // another's that it waits for, as the GPU has fewer queues than they have streams.
+  // True where several ranks of a process share a GPU: a stream of one that waits may keep back
+  // work of another's that it waits for, as the GPU has fewer queues than they have streams.
   bool waits_on_host_ = false;
   size_t max_receives_ = 0;  // of a transfer
   PinnedBuffer<uint32_t> arrived_;

@@ -34,7 +34,7 @@ struct MessageFormat {
     const int64_t left = count - first_row(chunk);
     return left < rows ? left : rows;
   }
-  // Where weights and scales begin in a message of `num` rows.
+  // Offsets of weights and scales in a message of `num` rows.
   [[nodiscard]] WEFT_HD constexpr int64_t weights_at(int64_t num) const { return num * row_bytes; }
   [[nodiscard]] WEFT_HD constexpr int64_t scales_at(int64_t num) const {
     return num * (row_bytes + weight_bytes);

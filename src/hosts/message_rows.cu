@@ -98,7 +98,7 @@ __device__ void sum_token(const SumPartsLaunch& call, int64_t token) {
   }
 }
 
-// The same of coded parts.
+// Sums a token's coded parts.
 template <Wire kWire>
 __device__ void sum_coded_token(const SumPartsLaunch& call, int64_t token) {
   const auto hidden = static_cast<int32_t>(call.row_bytes / static_cast<int64_t>(sizeof(uint16_t)));
@@ -174,7 +174,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// As wait.cuh does for a fault of the call that comes next; the host is told by who has failed.
+// Stops the GPU's calls if a transfer has failed, as wait.cuh does for a fault of the call that
+// comes next; the transfer tells the host.
 __global__ void stop_kernel(const __grid_constant__ StopLaunch call) {
   if (ptx::load_acquire_sys(call.has_failed) != 0 && call.local->stopped != StopState::kBroken) {
     call.local->broken_epoch = call.local->epoch + 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a GPU does for inter-node tokens: it packs rows into messages, adds up what other domains
-// send back, and tells what is known of rows. Launches allocate nothing; each throws Error (kCuda).
+// Work of a GPU for inter-node tokens: it packs rows into messages, adds up what other domains send
+// back, and tells what is known of rows. Launches allocate nothing; each throws Error (kCuda).
 // message_rows.cu has the kernels.
 #pragma once
 
@@ -33,7 +33,8 @@ struct PackLaunch {
   std::byte* messages = nullptr;  // chunk c at c * format.stride()
   uint32_t* done = nullptr;  // [num chunks] gets `number` when a chunk is there; null: nobody asks
   uint32_t number = 0;
-  // Of the kernels that have made the rows: what they have not ended is nobody's. Null: none have.
+  // State of the kernels that made the rows; `done` gets nothing unless it is kRunning. Null: no
+  // kernels did.
   const StopState* stopped = nullptr;
 };
 
@@ -63,7 +64,7 @@ struct SumPartsLaunch {
 
 void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream);
 
-// What a dispatch tells of its rows, from lists.
+// Facts that a dispatch tells of its rows, from lists.
 struct TellRowsLaunch {
   int64_t count = 0;              // rows with a token
   const int32_t* list = nullptr;  // [count, 3] row, source rank, token there

@@ -36,7 +36,7 @@ class HostCopy {
   std::vector<std::byte> bytes_;
 };
 
-// What the plan says of this rank's output.
+// Returns what the plan says of this rank's output.
 PlanData output_of(const PlanData& plan) {
   PlanData header;
   header.shape = plan.shape;
@@ -52,7 +52,7 @@ PlanData output_of(const PlanData& plan) {
   return header;
 }
 
-// The same as a rank of its domain sees it, in one round.
+// Returns the same as a rank of its domain sees it, in one round.
 PlanData round_of(const PlanData& plan, const Round& round) {
   const Domains& domains = *plan.between->domains;
   PlanData header = output_of(plan);

@@ -38,7 +38,7 @@ struct RoutesView {
   const float* weight;
 };
 
-// Which row of combine's parts holds what each token gets from a domain.
+// Rows of combine's parts, by token, that hold what it gets from each domain.
 std::vector<int32_t> part_rows(const PlanData& plan) {
   const DomainTraffic& traffic = *plan.between;
   std::vector<int32_t> first;  // [num_domains]
@@ -148,14 +148,14 @@ void PlanImage::write_block(std::span<std::byte> image, const PlanData& plan, bo
 }
 
 void PlanImage::write_records(std::span<std::byte> image) const {
-  // By token: how many ranks of the domain before the member it goes to.
+  // Number of members before the current one that a token goes to, by token.
   std::vector<int32_t> num_arrivals(static_cast<size_t>(round_.num_tokens));
   for (size_t member = 0; member < round_.pairs.size(); ++member) {
     write_records(image, member, num_arrivals);
   }
 }
 
-// What the kernel learns from the other ranks it fills in.
+// Writes the shape; the kernel fills in what it learns from the other ranks.
 void PlanImage::write_shape(const PlanView& block, const PlanData& plan, bool is_first) const {
   PlanHeader header;
   header.num_tokens = round_.num_tokens;
@@ -205,7 +205,7 @@ void PlanImage::write_routes(const PlanView& block, const PlanData& plan) const 
   }
 }
 
-// What the plan kernel would write at the receiver (src/cuda/plan/place_routes.cuh).
+// Writes what the plan kernel would write at the receiver (src/cuda/plan/place_routes.cuh).
 void PlanImage::write_records(
     std::span<std::byte> image, size_t member, std::span<int32_t> num_arrivals
 ) const {

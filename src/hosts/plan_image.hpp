@@ -17,7 +17,7 @@
 
 namespace weft {
 
-// What this rank sends in a round, by place of the receiver in the domain.
+// Arrivals that this rank sends in a round, by place of the receiver in the domain.
 struct Round {
   int32_t num_tokens = 0;
   struct Pair {
@@ -43,8 +43,8 @@ class PlanImage {
   [[nodiscard]] uint64_t num_bytes() const { return num_bytes_; }
   // [members]
   [[nodiscard]] const std::vector<ImportedRecords>& records() const { return records_; }
-  // In two parts, by any threads; `image` has num_bytes(). `is_first`: padding of the output is
-  // this round's to zero.
+  // These write the image in two parts, by any threads; `image` has num_bytes(). `is_first`:
+  // padding of the output is this round's to zero.
   void write_block(std::span<std::byte> image, const PlanData& plan, bool is_first) const;
   void write_records(std::span<std::byte> image) const;
 
@@ -61,10 +61,10 @@ class PlanImage {
   uint64_t num_bytes_ = 0;
 };
 
-// Where each array lies, as T says: offsets in bytes, or addresses.
+// Place of each array, as T says: offsets in bytes, or addresses.
 //
-// What combine adds up. Its parts are the own domain's sums, a row for each token, then the sums of
-// the other domains, ascending, a row for each inter-node token.
+// Combine adds up parts: the own domain's sums, a row for each token, then the sums of the other
+// domains, ascending, a row for each inter-node token.
 template <class T>
 struct InterNodeArrays {
   std::vector<T> sent;   // [num_domains] inter-node tokens, ascending

@@ -18,7 +18,7 @@ constexpr std::string_view kPrefix = "peer+";  // of the name of a transport bet
 // Calls that may run at once: a call waits until what the last but one has queued has ended.
 constexpr size_t kMostRunning = 6;
 
-// Of one that knows of no loss.
+// Returns the configuration of an exchange that knows of no loss.
 ExchangeConfig config_among_members(const ExchangeConfig& wanted, std::string_view network) {
   ExchangeConfig config = wanted;
   config.on_peer_loss = PeerLoss::kFail;
@@ -102,7 +102,7 @@ LossWatch::Kernels SurvivingHosts::kernels() {
       .connect = [this](const Group& members, const Meeting& who) { connect(members, who); }};
 }
 
-// In place of the thread that calls, if that waits elsewhere.
+// Connects in place of the thread that calls, if that waits elsewhere.
 void SurvivingHosts::connect(const Group& group, const Meeting& who) {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;

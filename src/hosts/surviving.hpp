@@ -23,7 +23,8 @@ namespace weft {
 
 class SurvivingHosts final : public Executor {
  public:
-  // As HostsExchange. A rank of Group::rejoin() waits for the others to call readmit().
+  // Opens the exchange like HostsExchange. A rank of Group::rejoin() waits for the others to call
+  // readmit().
   SurvivingHosts(
       const Group& group, const ExchangeConfig& wanted, const std::vector<std::vector<int>>& domains
   );
@@ -85,15 +86,15 @@ class SurvivingHosts final : public Executor {
   [[noreturn]] void end_by(Op op, ErrorCode cause);
   // The watch has seen a rank end: throws Error (kRanksLost), or PeerError if nothing can be done.
   [[noreturn]] void go_on_without_ended(Op op);
-  // Where the watch has news, or a call has failed: as CudaExchange::look_for_losses(). If it
-  // returns, this exchange cannot be used any more.
+  // Does what CudaExchange::look_for_losses() does, where the watch has news or a call has failed.
+  // If it returns, this exchange cannot be used any more.
   void look_for_losses(Op op, ErrorCode cause);
   [[noreturn]] void raise_losses(Op op, const LossWatch::Agreement& agreed);
   // Calls go on after this one.
   void go_on_after(uint64_t last_call);
-  // What this rank's calls have come to; nothing: they have not ended yet.
+  // Returns what this rank's calls have come to; nothing: they have not ended yet.
   [[nodiscard]] std::optional<LossWatch::Calls> ended_calls() const;
-  // The same once they have. Throws TimeoutError.
+  // Waits until they have, and returns the same. Throws TimeoutError.
   [[nodiscard]] LossWatch::Calls awaited_calls() const;
   // Ends them.
   [[nodiscard]] LossWatch::Calls stopped_calls();
