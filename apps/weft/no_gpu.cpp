@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What builds without CUDA have in place of bench/gpu_cuda.cpp and measure/limits_cuda.cpp. It is
-// never reached: choose_device() finds no GPU there.
+// Stand-in for bench/gpu_cuda.cpp and measure/limits_cuda.cpp in builds without CUDA. It is never
+// reached: choose_device() finds no GPU there.
 #include "bench/run.hpp"
 #include "core/check.hpp"
 #include "measure/limits_cuda.hpp"

@@ -72,7 +72,7 @@ std::string file_text(const std::vector<TunedSplit>& splits) {
   return text + "\n]\n}\n";
 }
 
-// What calls of this many ranks use where WEFT_TUNING names no file.
+// Says what calls of this many ranks use where WEFT_TUNING names no file.
 std::string built_in_text(int num_ranks, int num_sms) {
   const auto [below, above] =
       measured_ranks(built_in_tuning(), {Op::kDispatch, num_ranks, 14336, num_sms});

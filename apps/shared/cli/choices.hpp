@@ -92,7 +92,7 @@ CLI::Option* add_made_up(
   return option->group("Made-up routing")->capture_default_str()->excludes(file);
 }
 
-// What rows are, and what the number of an expert's rows is rounded up to.
+// Adds options for what rows are, and for what the number of an expert's rows is rounded up to.
 inline void add_row_options(CLI::App& command, int64_t& hidden, DType& dtype, int64_t& pad) {
   add_number(command, "--hidden", hidden, 1, kMostHidden, "Elements of a row");
   command.add_option("--dtype", dtype, "Type of the elements")

@@ -70,7 +70,7 @@ int run(CLI::App& app, int argc, char** argv) {
   }
 }
 
-// Of a device or a pipe there is nothing to lose.
+// Returns whether the path is a device or a pipe, which has nothing to lose.
 bool is_special(const std::string& path) {
   std::error_code ignored;
   return std::filesystem::is_other(std::filesystem::status(path, ignored));

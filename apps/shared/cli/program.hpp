@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs of this tree have in common: subcommands, one line for an error, exit codes,
-// care for the files that they write.
+// Common parts of the programs of this tree: subcommands, one line for an error, exit codes, care
+// for the files that they write.
 //
 // A subcommand adds itself to the app with a callback that does the work. Exit codes: 0 good; 1 a
 // check failed or a run broke (throw CLI::RuntimeError(1) after having printed why, or let a

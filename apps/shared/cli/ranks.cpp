@@ -24,15 +24,15 @@
 namespace weft::program {
 namespace {
 
-// What went wrong on one rank.
+// Failure of one rank.
 struct Failure {
   bool is_set = false;
   bool is_echo = false;              // of another rank's failure: its peer left, died or was late
   std::array<char, 4000> text = {};  // what is longer is cut
 };
 
-// What went wrong on which ranks. Each rank, thread or forked process, has a place of its own in
-// shared memory.
+// Failures of all ranks. Each rank, thread or forked process, has a place of its own in shared
+// memory.
 class Failures {
  public:
   explicit Failures(int num_ranks)
@@ -195,7 +195,7 @@ void choose_device(DeviceChoice& choice, const std::string& transport) {
   if (choice.wanted == "cpu" || (choice.wanted == "auto" && is_cpu_transport)) {
     return;
   }
-  // By default a GPU has 8 queues for all streams of all ranks on it.
+  // A GPU has 8 queues by default for all streams of all ranks on it.
   static_cast<void>(::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0));
   // The number of GPUs, or why there are none.
   const std::string found = ask_processes(1, [](const Group&) {

@@ -29,8 +29,9 @@ void run_ranks(const RankOptions& options, const std::function<int(Group&)>& bod
 // Adds --transport; a name that no transport has is bad usage.
 void add_transport_option(CLI::App& command, std::string& name);
 
-// What rank 0 of so many forked processes answers, or that they did not. Asks what this process
-// must not try, such as to use CUDA before it forks ranks that do. Call before starting threads.
+// Returns what rank 0 of so many forked processes answers, or that they did not. Asks what this
+// process must not try, such as to use CUDA before it forks ranks that do. Call before starting
+// threads.
 [[nodiscard]] std::string ask_processes(
     int num_ranks, const std::function<std::string(Group&)>& question
 );
@@ -60,8 +61,8 @@ void take_all_gpus(const CLI::App& command, const DeviceChoice& choice, RankOpti
 
 // On GPUs, unless --ranks says otherwise: a rank on each, or four on a single one.
 void choose_ranks(const CLI::App& command, const DeviceChoice& choice, RankOptions& ranks);
-// The same for a number of ranks: threads where several share a GPU, since processes would wait for
-// each other's time slices.
+// Returns `ranks` with another number of ranks: threads where several share a GPU, since processes
+// would wait for each other's time slices.
 [[nodiscard]] RankOptions with_ranks(
     const RankOptions& ranks, const DeviceChoice& choice, int num_ranks
 );

@@ -31,14 +31,14 @@ uint64_t seed_of(const MadeUpRows& rows, int rank) {
   return mix_seed(rows.seed, static_cast<uint64_t>(rank));
 }
 
-// As stored and loaded again.
+// Returns the value as it is when stored and loaded again.
 float rounded(DType dtype, float value) {
   return dtype == DType::kFloat32    ? value
          : dtype == DType::kBFloat16 ? bf16_to_float(float_to_bf16(value))
                                      : fp16_to_float(float_to_fp16(value));
 }
 
-// Whether a row of the matrix is `expected`, bit for bit.
+// Returns whether a row of the matrix is `expected`, bit for bit.
 bool is_row(const Tensor& matrix, int64_t row, std::span<const float> expected) {
   const auto num_bytes = static_cast<size_t>(matrix.row_bytes());
   std::vector<std::byte> got(num_bytes);

@@ -136,7 +136,7 @@ Json machine_info() {
   static_cast<void>(statvfs("/dev/shm", &shm));
   const int64_t memory = memory_field("MemTotal");
   const MemoryBounds bounds = memory_bounds();
-  // Of this control group; more than there is bounds nothing.
+  // Limit of this control group; one above the memory that there is bounds nothing.
   const int64_t limit =
       bounds.limit < static_cast<uint64_t>(memory) ? static_cast<int64_t>(bounds.limit) : 0;
   rlimit files = {};

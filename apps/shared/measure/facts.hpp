@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known about this build, and what this machine has as the operating system tells it: as
-// `weft info --json` prints it. Keys that end in _bytes hold bytes; an unknown number is 0, an
+// Facts about this build, and about this machine as the operating system tells them, in the form
+// that `weft info --json` prints. Keys that end in _bytes hold bytes; an unknown number is 0, an
 // unknown text empty.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What copying can reach on this machine: the yardstick of every percentage that Weft prints.
+// Rates that copying can reach on this machine: the yardstick of every percentage that Weft prints.
 // docs/benchmarks.md has the formulas.
 #pragma once
 
@@ -45,7 +45,7 @@ class CopyRig {
   [[nodiscard]] double measure(const CopySettings& settings);
 
  private:
-  // Where a copy goes: row of a receiver's memory.
+  // Row of a receiver's memory that a copy goes to.
   struct Target {
     int32_t rank = 0;
     int32_t row = 0;

@@ -173,7 +173,7 @@ class LinkRig {
     synchronize();
   }
 
-  // What `gpu` stores to its peers, or loads from them.
+  // Blocks that `gpu` stores to its peers, or loads from them.
   [[nodiscard]] LinkBlocks blocks_of(int gpu, bool is_load) const {
     LinkBlocks blocks;
     blocks.num_blocks = num_peers();

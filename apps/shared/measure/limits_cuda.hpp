@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the links between the GPUs of this machine can carry, and their own memory. One process
-// drives all GPUs. limits_cuda.cpp answers; a build without CUDA has none of it.
+// Rates of the links between the GPUs of this machine, and of their own memory. One process drives
+// all GPUs. limits_cuda.cpp answers; a build without CUDA has none of it.
 #pragma once
 
 #include <cstdint>

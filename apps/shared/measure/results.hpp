@@ -57,7 +57,7 @@ struct ResultRow {
 void save_results(
     const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
 );
-// The same with rows of other fields.
+// Saves rows of other fields in the same way.
 void save_results(
     const std::string& path, const nlohmann::ordered_json& rows, const CopyRates& rates
 );

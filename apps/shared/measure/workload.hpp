@@ -42,7 +42,7 @@ struct Workload {
   [[nodiscard]] int num_ranks() const { return static_cast<int>(num_tokens.size()); }
 };
 
-// What one rank brings to plan and dispatch.
+// Tensors that one rank brings to plan and dispatch.
 struct RankInput {
   Matrix topk_idx;  // int64, or
   Matrix map;

@@ -11,7 +11,7 @@ namespace weft::program {
 
 [[nodiscard]] std::string html_escape(std::string_view text);
 
-// Of the n-th series of a chart, as CSS; the colours come again after the last one.
+// Colours of the series of a chart, as CSS; they come again after the last one.
 inline constexpr size_t kNumColors = 6;
 [[nodiscard]] std::string series_color(size_t series);
 

@@ -15,7 +15,7 @@
 namespace weft::program {
 namespace {
 
-// In pixels.
+// Sizes in pixels.
 constexpr double kCanvasWidth = 760;
 constexpr double kLeft = 66;
 constexpr double kRight = kCanvasWidth - 18;
@@ -95,8 +95,8 @@ struct Axis {
     return ticks;
   }
 
-  // What is written along it and where: names, or every n-th of them if one takes `name_px`; else
-  // some numbers.
+  // Labels along the axis and where they are: names, or every n-th of them if one takes `name_px`;
+  // else some numbers.
   [[nodiscard]] std::vector<std::pair<double, std::string>> labels(double name_px, int num) const {
     std::vector<std::pair<double, std::string>> labels;
     if (names.empty()) {
@@ -116,7 +116,7 @@ struct Axis {
   }
 };
 
-// Of all values that are finite.
+// Axis of all values that are finite.
 Axis axis_of(const std::vector<Series>& series, std::vector<double> Series::*values) {
   Axis axis = {INFINITY, -INFINITY};
   for (const Series& one : series) {
@@ -171,7 +171,8 @@ class Picture {
   [[nodiscard]] double right() const { return right_; }
   [[nodiscard]] double bottom() const { return bottom_; }
 
-  // In pixels. At an axis, a number or a name, unless it looks otherwise.
+  // Writes words at a point in pixels; they look like those at an axis unless `look` says
+  // otherwise.
   void text(
       double x,
       double y,
@@ -183,12 +184,12 @@ class Picture {
     svg_ += fmt::format(kText, x, y, anchor, look, html_escape(words));
   }
 
-  // In pixels.
+  // Draws a path in pixels.
   void path(std::string_view look, std::string_view steps) {
     svg_ += fmt::format("<path {} d=\"{}\"/>\n", look, steps);
   }
 
-  // In pixels.
+  // Draws a box in pixels.
   void box(
       std::string_view look, double x, double y, double w, double h, std::string_view title = {}
   ) {

@@ -49,7 +49,7 @@ struct HeatMap {
 // With at most so many columns: where there are more, groups of them are averaged.
 [[nodiscard]] HeatMap with_fewer_columns(const HeatMap& map, size_t most);
 
-// What ran when on a few lanes, each a row; colours tell groups apart.
+// Bars of what ran when on a few lanes, each a row; colours tell groups apart.
 struct LaneBar {
   std::string name;
   double begin = 0;

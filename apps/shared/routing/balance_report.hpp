@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What replicas of experts would do for a routing: how even the ranks become, which experts are
-// copied where, and how many bytes of weights that moves.
+// Effect that replicas of experts would have on a routing: how even the ranks become, which experts
+// are copied where, and how many bytes of weights that moves.
 #pragma once
 
 #include <nlohmann/json.hpp>

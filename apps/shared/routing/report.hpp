@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one routing means for every rank: rows, bytes, imbalance; as text, as pictures, as JSON.
+// Report of what one routing means for every rank: rows, bytes, imbalance; as text, as pictures, as
+// JSON.
 #pragma once
 
 #include <nlohmann/json.hpp>

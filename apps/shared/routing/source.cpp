@@ -96,7 +96,7 @@ RoutingMoment make_up_routing(const MadeUpRouting& spec, const std::function<voi
       .zipf_exponent = spec.skew,
       .with_weights = false,
       .seed = spec.seed};
-  // What is wrong with the routing as a whole is thrown here, not on a thread.
+  // Faults of the routing as a whole are thrown here, not on a thread.
   moment.routes[0] = random_routing(random, 0);
   std::atomic<int> next_rank = 1;
   const auto work = [&](bool tells) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where commands take their routing from: a file of real routing, or a made-up one.
+// Sources of the routing of commands: a file of real routing, or a made-up one.
 #pragma once
 
 #include <cstdint>

@@ -95,7 +95,8 @@ class GpuBench final : public Bench {
     WEFT_CUDA(Context{}, cudaSetDevice(gpu));
   }
 
-  // What copy engines cannot carry goes as usual, which is not what was asked for.
+  // Throws if copy engines did not carry the calls: these then went as usual, which is not what was
+  // asked for.
   void check_copies() {
     if (!options_.is_copied) {
       return;

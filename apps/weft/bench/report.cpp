@@ -21,7 +21,7 @@ struct Bars {
   double (ResultRow::*value)() const;
 };
 
-// Of the results in which the first of these values is not zero.
+// Chart of the results in which the first of these values is above zero.
 BarChart bar_chart(
     const BenchReport& report, const char* title, const char* y_label, std::span<const Bars> values
 ) {

@@ -135,7 +135,7 @@ class CpuBench final : public Bench {
   std::optional<CopyRig> rig_;  // of rank 0
 };
 
-// The same bytes as rows of bf16, which can be made up and compared.
+// Views the same bytes as rows of bf16, which can be made up and compared.
 Tensor as_bf16(Tensor tensor, int64_t row_bytes) {
   tensor.cols = row_bytes / dtype_bytes(DType::kBFloat16);
   tensor.dtype = DType::kBFloat16;
@@ -305,7 +305,7 @@ int64_t Bench::num_checked() const {
   return is_on_gpu() ? kCheckedOnGpu : std::numeric_limits<int32_t>::max();
 }
 
-// Whether dispatch() gives what it should in an output that held other rows.
+// Returns whether dispatch() gives what it should in an output that held other rows.
 bool Bench::is_right_after(
     const std::vector<Plan>& expected, const std::function<void()>& dispatch
 ) {
@@ -420,7 +420,7 @@ BenchReport Bench::run() {
   return report;
 }
 
-// In turns with plain copies: what a machine can do changes from one moment to the next.
+// Measures in turns with plain copies: what a machine can do changes from one moment to the next.
 BenchResult Bench::measure(BenchOp op, int graph_calls) {
   const bool has_rows = op != BenchOp::kPlan;
   const int turns = is_on_gpu() ? 1 : std::min(kTurns, options_.iterations);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `weft bench` measures, on the CPU (run.cpp) or on GPUs (gpu_cuda.cpp). Next: report.cpp.
+// Measurements of `weft bench`, on the CPU (run.cpp) or on GPUs (gpu_cuda.cpp). Next: report.cpp.
 #pragma once
 
 #include <algorithm>
@@ -100,7 +100,7 @@ struct BenchRouting {
   int topk = 0;
   std::vector<std::vector<RouteTable>> versions;  // [versions][num_ranks]
 
-  // Of any rank.
+  // Most tokens of any rank.
   [[nodiscard]] int64_t max_tokens() const {
     int64_t most = 0;
     for (const auto& routes : versions) {
@@ -148,7 +148,8 @@ class Bench {
   void run_once(BenchOp op, size_t version);
   // With a row budget, as a graph needs it.
   [[nodiscard]] Plan plan_in_budget(size_t version);
-  // In one launch where that can be; without a budget the host waits for the number of rows.
+  // Plans and dispatches, in one launch where that can be; without a budget the host waits for the
+  // number of rows.
   [[nodiscard]] Plan plan_and_dispatch(size_t version, bool has_budget);
   [[nodiscard]] size_t num_versions() const { return plans_.size(); }
 

@@ -54,7 +54,7 @@ void set_tokens(Workload& workload, const std::function<int64_t(int)>& tokens_of
   }
 }
 
-// What goes wrong first, as a change to an ordinary case.
+// Change to an ordinary case that makes it one of those that go wrong first.
 struct Trouble {
   std::string_view name;
   void (*apply)(CheckCase& check_case);

@@ -59,11 +59,12 @@ struct SharedExchange {
 
 // Layouts by dtypes, exact, padded, with room to spare and one row short.
 [[nodiscard]] std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed);
-// What goes wrong first: no tokens, one expert for all, holes, odd sizes, maps, several plans, ...
+// Cases that go wrong first: no tokens, one expert for all, holes, odd sizes, maps, several plans,
+// ...
 [[nodiscard]] std::vector<CheckCase> hard_cases(int num_ranks, bool is_quick, uint64_t seed);
 
-// The same cases as older GPUs move rows, and those of types that copy engines carry, by them. The
-// row's name says it.
+// Variants of the cases: as older GPUs move rows, and, for types that copy engines carry, by them.
+// The row's name says it.
 [[nodiscard]] std::vector<CheckCase> with_vector_moves(std::vector<CheckCase> cases);
 [[nodiscard]] std::vector<CheckCase> by_copy_engines(std::vector<CheckCase> cases);
 

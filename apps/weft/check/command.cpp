@@ -55,7 +55,7 @@ std::string name_of(const CheckCase& check_case) {
   return check_case.row + ", " + check_case.column;
 }
 
-// Those whose name holds the text.
+// Picks the cases whose name holds the text.
 std::vector<CheckCase> pick(std::vector<CheckCase> cases, const std::string& only) {
   std::erase_if(cases, [&](const CheckCase& check_case) {
     return name_of(check_case).find(only) == std::string::npos;
@@ -84,7 +84,8 @@ Cases cases_of(const CheckOptions& options, int num_ranks) {
   return {pick(std::move(matrix), options.only), pick(std::move(hard), options.only)};
 }
 
-// What the first rank that found a difference says, the same on every rank; empty if none did.
+// Returns what the first rank that found a difference says, the same on every rank; empty if none
+// did.
 std::string first_failure(const Group& group, const std::string& mine) {
   for (const Bytes& text : group.all_gather(std::as_bytes(std::span(mine)))) {
     if (!text.empty()) {

@@ -360,7 +360,7 @@ ExchangeConfig config_of(
       .timeout = kTimeout};
 }
 
-// Of two configurations of one run.
+// Returns whether two configurations of one run are the same.
 bool is_same(const ExchangeConfig& a, const ExchangeConfig& b) {
   const auto varied = [](const ExchangeConfig& config) {
     return std::tie(
