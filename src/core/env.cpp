@@ -132,7 +132,6 @@ Env Env::read(const Lookup& lookup) {
   }
   env.tuning = reader.text("WEFT_TUNING");
   reader.choose("WEFT_COPY_ENGINES", env.copy_engines, {"auto", "never", "always"});
-  env.virtual_env = reader.text("VIRTUAL_ENV");
   env.runtime_dir = reader.text("XDG_RUNTIME_DIR");
   env.home = reader.text("HOME");
   for (const char* name : kOfLaunchers) {

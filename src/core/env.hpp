@@ -53,9 +53,6 @@ struct Env {
   std::optional<std::string> tuning;              // WEFT_TUNING, a file that `weft tune` wrote
   CopyEngines copy_engines = CopyEngines::kAuto;  // WEFT_COPY_ENGINES, the same on every rank
 
-  // Environment of Python, which may hold cuBLAS.
-  std::optional<std::string> virtual_env;  // VIRTUAL_ENV of Python
-
   // Folders for the user's secret when none is given.
   std::optional<std::string> runtime_dir;  // XDG_RUNTIME_DIR
   std::optional<std::string> home;         // HOME
