@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has come to a collective of a process group, so that a rank that does not come is named when
-time is up. group.py asks before each collective of torch's, which would wait for half an hour."""
+"""Record of the ranks that have come to a collective of a process group, so that one that does not
+come is named when time is up. group.py asks before each collective of torch's, which would wait for
+half an hour."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ def within(seconds: object) -> Iterator[None]:
 
 
 class Arrivals:
-    """Of the ranks of a process group, in its store, which must not live longer because of this. A
-    round ends with a word that is the same for all: that all are there, or why nobody waits."""
+    """Record of the ranks of a process group that have come, in the group's store, which this must
+    not keep alive. A round ends with the same word for all: that all are there, or why no rank
+    waits any longer."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks

@@ -68,7 +68,7 @@ def _undo(ctx, call: Callable, grad, grad_weights, shape):  # noqa: ANN001, ANN2
 
 
 def has_gradient(first: Any, second: Any) -> bool:
-    """Whether autograd must know of the call; telling it costs more than the call itself."""
+    """Returns whether autograd must know of the call; telling it costs more than the call."""
     is_wanted = getattr(first, "requires_grad", False) or getattr(second, "requires_grad", False)
     return is_wanted and torch.is_grad_enabled()
 

@@ -110,7 +110,7 @@ class Balance:
             self._check_sizes(theirs.decode(), f"on rank {rank}")
 
     def _accepted(self, invitation: str) -> str:
-        """What of it is the carrier's."""
+        """Returns the carrier's part of the invitation, once its sizes are checked."""
         sizes, _, rest = invitation.partition(_BETWEEN)
         self._check_sizes(sizes, "in the invitation")
         return rest
@@ -148,7 +148,7 @@ class Balance:
 
     @property
     def replica_bytes(self) -> int:
-        """What a replica makes travel in a step of training: weights before the forward and again
+        """Bytes that a replica moves in a step of training: weights before the forward and again
         before the backward, and gradients in fp32."""
         weights = sum(copies.bytes_of(one).size(1) for one in self._places)
         return 2 * weights + _ITEM * self._elements
@@ -246,8 +246,8 @@ class Balance:
         return Leave.apply(self, loan, *made)
 
     def invitation(self) -> str:
-        """By this a new process makes its `Balance` in the place of a rank that is lost, once the
-        exchange has it again. Raises Unsupported without on_peer_loss="shrink"."""
+        """Returns the text by which a new process makes its `Balance` in the place of a lost rank,
+        once the exchange has that rank again. Raises Unsupported without on_peer_loss="shrink"."""
         carriers = "" if self._carrier is None else self._carrier.invitation()
         return self._sizes + _BETWEEN + carriers
 
@@ -258,9 +258,9 @@ class Balance:
                 self._carrier.check()
 
     def readmit(self, ranks: Iterable[int]) -> None:
-        """By all ranks that are left, between the same two calls: `Exchange.readmit` for the ranks'
-        places here. Then nothing is pushed yet, and the backward of an `apply` from before raises
-        InvalidArgument."""
+        """Takes the ranks' places here in again, like `Exchange.readmit`; all ranks that are left
+        call it between the same two calls. Then nothing is pushed yet, and the backward of an
+        `apply` from before raises InvalidArgument."""
         self._forget()
         self._num_readmitted += 1
         if self._carrier is not None:
@@ -284,8 +284,8 @@ class Balance:
 
     @contextlib.contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
-        """What fails within, unless it is an exchange of rows, is told to the ranks that come to
-        the next one. They too are then left without replicas."""
+        """Tells a failure within, unless it is one of an exchange of rows, to the ranks that come
+        to the next exchange. They too are then left without replicas."""
         self._is_exchanging = False
         try:
             yield
@@ -349,7 +349,7 @@ class Balance:
 
     @contextlib.contextmanager
     def _hearing_of_losses(self) -> Iterator[None]:
-        """What was pushed may not have come, if it raises RanksLost."""
+        """Forgets what was pushed if RanksLost is raised within: it may not have come."""
         try:
             yield
         except RanksLost:
@@ -357,8 +357,8 @@ class Balance:
             raise
 
     def _carry_of(self, name: str, placement: Tensor, *kinds: Any) -> copies.Carry:
-        """What ranks compare: the call, its placement, the kinds of what it moves, and how many
-        calls have needed no exchange since the last."""
+        """Returns a `Carry` whose ranks compare the call, its placement, the kinds of what it
+        moves, and how many calls have needed no exchange since the last."""
         told = (name, placement.tolist(), kinds)
         turns = itertools.count()
 
@@ -384,7 +384,7 @@ class Balance:
         return copies.sends_of(placement, self.num_local_experts, self.group.rank)
 
     def _rounds(self, placement: Tensor) -> relaying.Rounds:
-        """The same on all ranks."""
+        """Returns the rounds in which weights travel, the same on all ranks."""
         every = copies.copies_of(placement, self.num_local_experts)
         num_bytes = sum(copies.bytes_of(one).size(1) for one in self._places)
         device_type = self.device.type
@@ -483,7 +483,8 @@ class Held:
             raise InvalidArgument("weights were changed between forward and backward")
 
     def is_same(self, other: Held) -> bool:
-        """Whether a later call has the same memory, and nothing is known to have changed it."""
+        """Returns whether a later call has the same placement and memory, and nothing is known to
+        have changed that memory."""
         pairs = zip(self.weights, other.weights)
         is_unchanged = None not in self._versions and self._versions == self._now()
         return (

@@ -82,7 +82,8 @@ def _blocks_of_experts(counts: Sequence[int], block_rows: int) -> Iterator[tuple
 
 
 def _product(rows: Tensor, grad: Tensor) -> Tensor:
-    """Of operands in memory of their own, for its bits may depend on how they are aligned."""
+    """Returns rows.T @ grad in fp32, of copies in memory of their own, for the bits may depend on
+    how operands are aligned."""
     left, right = (one.to(torch.float32, copy=True) for one in (rows, grad))
     return left.T @ right
 

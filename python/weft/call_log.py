@@ -92,7 +92,7 @@ def _text(value: Any) -> str:
 
 
 def _write(text: str) -> None:
-    """In one piece, among lines of other ranks. Where that cannot be, the call goes on."""
+    """Writes a line in one piece, among lines of other ranks. If that fails, the call goes on."""
     now = time.time()
     clock = time.strftime("%H:%M:%S", time.localtime(now))
     with contextlib.suppress(Exception):  # no stderr, no room for it, or one that cannot encode it

@@ -51,7 +51,8 @@ class Hop(NamedTuple):
 
 
 def unknown_expert(placement: Tensor, num_local: int) -> str | None:
-    """What is wrong with an entry of a placement, as `sends_of` takes it. Waits for a GPU."""
+    """Returns what is wrong with an entry of a placement, as `sends_of` takes it, None if nothing
+    is. Waits for a GPU."""
     num_ranks, _ = placement.shape
     last = num_ranks * num_local - 1
     for at, slots in enumerate(placement.tolist()):
@@ -70,8 +71,9 @@ class Sends(NamedTuple):
 
 
 def sends_of(placement: Tensor, num_local: int, rank: int) -> Sends:
-    """Of the domain of `rank`, whose ranks are adjacent. placement int32 [ranks of the domain,
-    slots]: rank of the domain * num_local + expert, or -1. Waits for a GPU."""
+    """Returns the copies from and to `rank` in its domain, of adjacent ranks. placement int32
+    [ranks of the domain, slots]: rank of the domain * num_local + expert, or -1. Waits for a
+    GPU."""
     num_ranks, _ = placement.shape
     copies = copies_of(placement, num_local, rank - rank % num_ranks)
     from_here = [one for one in copies if one.owner == rank]
@@ -80,7 +82,8 @@ def sends_of(placement: Tensor, num_local: int, rank: int) -> Sends:
 
 
 def copies_of(placement: Tensor, num_local: int, first: int = 0) -> list[Copy]:
-    """By rank and slot. placement: as of `sends_of`. first: rank of the domain. Waits for a GPU."""
+    """Returns copies by rank and slot. placement: as for `sends_of`. first: rank of the domain.
+    Waits for a GPU."""
     return [
         Copy(first + at, slot, first + expert // num_local, expert % num_local)
         for at, slots in enumerate(placement.tolist())
@@ -96,7 +99,8 @@ def rows_of(width: int) -> tuple[int, int]:
 
 
 def checksum(*said: Any) -> int:
-    """What a call gives as its number, which an exchange compares, to say that much."""
+    """Returns a number of at most 28 bits for what is said. A call gives it to its exchange, which
+    compares it between ranks."""
     digest = hashlib.blake2b(repr(said).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 4
 
@@ -198,7 +202,7 @@ def _picked(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
 
 
 def _parts(blocks: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What `_picked` put side by side, in bytes of its own each."""
+    """Returns what `_picked` put side by side, in one tensor of bytes for each of `like`."""
     return blocks.split([bytes_of(one).size(1) for one in like], dim=1)
 
 

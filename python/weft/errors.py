@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Weft raises. The text says what was asked, what is allowed, and which rank speaks."""
+"""Errors that Weft raises. The text says what was asked, what is allowed, and which rank speaks."""
 
 import contextlib
 
@@ -59,7 +59,7 @@ _BY_CODE = {
 
 
 def reason_of(error: BaseException) -> str:
-    """What other ranks hear of it: text that can be sent."""
+    """Returns what other ranks hear of the error: text that can be sent."""
     text = ""
     with contextlib.suppress(Exception):
         text = str(error)
@@ -67,5 +67,5 @@ def reason_of(error: BaseException) -> str:
 
 
 def of_core(message: str, code: str, rank: int) -> Error:
-    """What the core threw."""
+    """Returns the error that the core threw."""
     return _BY_CODE.get(code, Error)(message, code, rank)

@@ -47,7 +47,7 @@ class ExchangeBegin(ExchangeState):
 
     @property
     def transport(self) -> str:
-        """What carries rows between the ranks: "shm", "ofi", "peer" and so on (`weft info`)."""
+        """Transport between the ranks: "shm", "ofi", "peer" and so on (`weft info`)."""
         return self.core.transport
 
     @property
@@ -126,7 +126,7 @@ class ExchangeBegin(ExchangeState):
         core.check()
 
     def _chooses_copies(self) -> bool:
-        """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
+        """True if calls go by copy engines where the caller leaves it open: alike on all ranks."""
         return (
             self._on_gpu
             # Another core has not lost the ranks that this one has.
@@ -271,9 +271,10 @@ class ExchangeBegin(ExchangeState):
         return True
 
     def _pool_of(self, core: _core.Exchange) -> tuple[int, int] | None:
-        """Whose memory peers can write, so that an output's rows are not staged; None: torch's own.
-        Inside a capture that is the graph's own, for its addresses must stay the graph's. By an
-        outgrown exchange it is torch's, or a pool would keep that exchange."""
+        """Returns the id of the pool for outputs, in memory that peers can write, so that rows are
+        not staged; None: torch's own. Inside a capture that is the graph's own, for its addresses
+        must stay the graph's. For an outgrown exchange it is torch's, or a pool would keep that
+        exchange."""
         if not self._on_gpu or core is not self._core or torch.cuda.is_current_stream_capturing():
             return None
         # Between domains those that are left reach no memory of before.
@@ -285,7 +286,7 @@ class ExchangeBegin(ExchangeState):
 
 
 class _Refusal(InvalidArgument):
-    """What `refuse` says."""
+    """Error by which `refuse` ends its own call."""
 
 
 def _roomy(tokens: int, max_tokens: int) -> int:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exchange tells of itself: who takes part, what its calls have waited for, what it holds.
-exchange.py has its calls."""
+"""State that an exchange tells of itself: who takes part, what its calls have waited for, what it
+holds. exchange.py has its calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.outputs import Plan
 
 
 class CallReport(NamedTuple):
-    """Who takes part in an exchange: the same on all ranks that are left when a call is over."""
+    """Ranks that take part in an exchange: the same on all that are left when a call is over."""
 
     epoch: int  # how often the ranks that take part have changed
     alive: list[int]  # ascending
@@ -53,7 +53,7 @@ class ExchangeState:
     _stream: Callable[[], int]
 
     def report(self) -> CallReport:
-        """What the last call has found; with on_peer_loss="fail" all ranks are alive.
+        """Returns what the last call has found; with on_peer_loss="fail" all ranks are alive.
         `plan_and_dispatch` is two calls on a CPU."""
         return CallReport(*self.core.report())
 
@@ -68,15 +68,15 @@ class ExchangeState:
         self.core.mask(_numbers("mask", ranks, self.num_ranks))
 
     def invitation(self) -> str:
-        """By this a new process takes the place of a rank that is lost: `Group.rejoin`. Raises
-        Unsupported without on_peer_loss="shrink"; so do `readmit` and `grow`."""
+        """Returns the text by which a new process takes the place of a lost rank: `Group.rejoin`.
+        Raises Unsupported without on_peer_loss="shrink"; so do `readmit` and `grow`."""
         return self.core.invitation()
 
     def readmit(self, ranks: Iterable[int]) -> None:
-        """By all ranks that are left, between the same two calls: takes lost ranks in again, whose
-        new processes make their exchange meanwhile. Plans from before are refused then. Raises
+        """Takes lost ranks in again, whose new processes make their exchange meanwhile; all ranks
+        that are left call it between the same two calls. Plans from before are refused then. Raises
         InvalidArgument for ranks that are not lost, TimeoutError with those that have not come
-        within the timeout, PeerError if they are lost again: on all ranks that are left the same,
+        within the timeout, PeerError if they are lost again: the same on all ranks that are left,
         and the exchange can be used on. On GPUs replays must have ended; raises RanksLost where a
         rank was lost before all had called this, TimeoutError if the process that had the place
         lives on. Graphs captured before go on with WEFT_GPU_TRANSPORT=vmm; else they do nothing
@@ -86,9 +86,10 @@ class ExchangeState:
         self._take_sizes(self.core)
 
     def grow(self, max_tokens: int, max_topk: int) -> bool:
-        """By all ranks that are left, between the same two calls, with on_peer_loss="shrink": later
-        calls may have as many tokens on a rank, and choices of a token, as any of these has asked
-        for here. Plans from before go on. A call that needs more room makes it by itself.
+        """Makes room for later calls, with on_peer_loss="shrink"; all ranks that are left call it
+        between the same two calls. A rank may then have as many tokens, and a token as many
+        choices, as any of them asks for here. Plans from before go on. A call that needs more room
+        makes it by itself.
 
         False if there was as much. Raises on every rank InvalidArgument for more than can be,
         Unsupported without on_peer_loss="shrink", and on GPUs.
@@ -119,7 +120,8 @@ class ExchangeState:
         return torch.where(left == 0, 1.0, routed.sum(1, keepdim=True) / left.where(left != 0, 1.0))
 
     def _loss_teller(self) -> Callable[..., None]:
-        """What the core calls. It must not keep the exchange alive: nobody would see the circle."""
+        """Returns the function that the core calls. It must not keep the exchange alive: no
+        collector would see the cycle."""
         kept = weakref.ref(self)
 
         def tell(*report: int | list[int]) -> None:
@@ -156,7 +158,7 @@ class ExchangeState:
 
     @property
     def is_in_graphs(self) -> bool:
-        """Whether a CUDA graph holds calls that this exchange has made since it last grew."""
+        """True if a CUDA graph holds calls that this exchange has made since it last grew."""
         return self._core is not None and self._core.stats()["num_captured"] > 0
 
     def footprint(self) -> dict:

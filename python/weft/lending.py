@@ -99,7 +99,7 @@ def _or_zeros(
 
 
 class Leave(torch.autograd.Function):
-    """What the experts made, as it is; its backward brings their weights back first."""
+    """Passes on what the experts made, as it is; its backward brings their weights back first."""
 
     @staticmethod
     def forward(ctx, balance, held, *made):  # noqa: ANN001, ANN205

@@ -143,7 +143,7 @@ def _(ticket):  # noqa: ANN001, ANN202
 def _take_rows(
     x: Tensor, weights: Tensor, ticket: Tensor, num_rows: int, weight_cols: int
 ) -> tuple[Tensor, Tensor]:
-    """What the dispatch with that ticket has moved of x and weights."""
+    """Returns what the dispatch with that ticket has moved of x and weights."""
     plan = plan_of(ticket)
     out, plan.moved = plan.moved, None
     return out.rows, out.weights

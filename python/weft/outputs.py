@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls return, plans included; and the part in Python of how the core (torch_tensor.cpp)
-reads and makes tensors: what it refuses, and what it does not find entry points of torch for."""
+"""Results of calls, plans included; and the part in Python of how the core (torch_tensor.cpp) reads
+and makes tensors: what it refuses, and what it does not find entry points of torch for."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _BY_NUMBER = {number: dtype for dtype, number in NUMBERS.items()}
 
 
 def view(name: str, tensor: Tensor | None) -> tuple | None:
-    """What the core sees of a matrix, or of a vector as one column; no float of one byte is more to
-    it than a byte. At last torch's number of the dtype, None for one that the core does not know.
-    Raises InvalidArgument with `name` for what Weft cannot take."""
+    """Returns what the core sees of a matrix, or of a vector as one column; any float of one byte
+    is a byte to it. The last item is torch's number of the dtype, None for one that the core does
+    not know. Raises InvalidArgument with `name` for what Weft cannot take."""
     if tensor is None and name not in _NEEDED:
         return None
     if not isinstance(tensor, Tensor):
@@ -65,7 +65,7 @@ def view(name: str, tensor: Tensor | None) -> tuple | None:
 
 
 def at_place(name: str, tensor: Tensor, is_whole: bool, writes: bool) -> None:
-    """Of a caller's tensor, before a call that `writes` it, or reads it while it is written.
+    """Checks a caller's tensor before a call that `writes` it, or reads it while it is written.
     Raises InvalidArgument unless it is_whole: a copy of it would be of no use."""
     if not is_whole:
         raise InvalidArgument(f"{name} has gaps (contiguous memory is expected)")
@@ -74,7 +74,7 @@ def at_place(name: str, tensor: Tensor, is_whole: bool, writes: bool) -> None:
 
 
 def empty(sizes: list[int], strides: list[int], number: int, gpu: int) -> Tensor:
-    """Of a dtype by number, on a GPU or (-1) a CPU, contents undefined."""
+    """Makes a tensor of a dtype by number, on a GPU or (-1) a CPU, contents undefined."""
     device = torch.device("cpu") if gpu < 0 else torch.device("cuda", gpu)
     return torch.empty_strided(sizes, strides, dtype=_BY_NUMBER[number], device=device)
 
@@ -129,7 +129,7 @@ class Beside(NamedTuple):
 
 
 class RowMarks(NamedTuple):
-    """What tells a combine that rows are whole which are still being written when it begins.
+    """Marks that tell a combine that rows are whole which are still being written when it begins.
 
     marks int32 [El * blocks], by expert, then block: a block is whole when its mark equals
     `wanted`, which whoever writes the rows stores after them, with release semantics. block_rows:
@@ -142,7 +142,7 @@ class RowMarks(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """What `dispatch` returns; what was not sent is None."""
+    """Result of `dispatch`; what was not sent is None."""
 
     rows: Tensor
     weights: Tensor | None
@@ -159,7 +159,7 @@ class Load(NamedTuple):
 
     @property
     def is_forgone(self) -> bool:
-        """Whether there are no replicas because they would have cost more than they spare."""
+        """True if there are no replicas because they would have cost more than they spare."""
         return self.if_free < self.busiest
 
     @property
@@ -169,14 +169,14 @@ class Load(NamedTuple):
 
 
 class Combined(NamedTuple):
-    """What `combine` returns; weights are None if none were sent."""
+    """Result of `combine`; weights are None if none were sent."""
 
     x: Tensor
     weights: Tensor | None
 
 
 class SkippedPlan:
-    """In place of the plan of a call that was left out (`Exchange.plan_and_dispatch` with
+    """Stand-in for the plan of a call that was left out (`Exchange.plan_and_dispatch` with
     is_skipped): no row goes anywhere, and no call can be made by it."""
 
     core = None
@@ -289,7 +289,7 @@ class Plan:
     )
 
     def without_slack(self, rows: Tensor) -> Tensor:
-        """What a dispatch has made, [num_rows, any], with zeros behind the rows in use."""
+        """Returns what a dispatch has made, [num_rows, any], with zeros behind the rows in use."""
         if not self.core.may_have_slack:
             return rows
         if self.layout == "expert_strided":
@@ -313,11 +313,11 @@ class Plan:
     sent_arrivals = _of_core("sent_arrivals", "[R] tokens that this rank sends to each.")
 
     def wire_bytes(self, row_bytes: int) -> int:
-        """Of the rows, of so many bytes each, that this rank sends to others in a dispatch."""
+        """Bytes that this rank sends to others in a dispatch, for rows of so many bytes each."""
         return self.core.wire_bytes(row_bytes)
 
     def returned_bytes(self, row_bytes: int) -> int:
-        """Of those that `combine` brings back to this rank: more with order="topk"."""
+        """Bytes of such rows that `combine` brings back to this rank: more with order="topk"."""
         return self.core.returned_bytes(row_bytes)
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What exchanges take of a GPU that computes at the same time, where the caller did not choose: how
-many multiprocessors, and whether copy engines carry their rows. The core has the rules."""
+"""Settings of exchanges on a GPU that computes at the same time, where the caller did not choose:
+their multiprocessors, and whether copy engines carry their rows. The core has the rules."""
 
 import functools
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 
 from weft import _core
 
-# Of the GPU that computes, 0 without one; None: there is nothing that exchanges run beside.
+# SMs of the GPU that computes, 0 without one; None: exchanges run beside nothing.
 gpu_sms: int | None = None
 
 
@@ -26,12 +26,12 @@ def overlapped() -> Iterator[None]:
 
 
 def sms(is_copied_dispatch: bool = False) -> int:
-    """What a call takes for num_sms = 0; 0: Weft's table for exchanges that run alone."""
+    """Returns what a call takes for num_sms = 0; 0: Weft's table for exchanges that run alone."""
     return _core.overlapped_sms(gpu_sms, is_copied_dispatch) if gpu_sms else 0
 
 
 def copies(hidden: int, num_ranks: int) -> bool:
-    """Whether a call goes by copy engines. WEFT_COPY_ENGINES is auto, never or always.
+    """Returns whether a call goes by copy engines. WEFT_COPY_ENGINES is auto, never or always.
 
     Raises InvalidArgument (a ValueError) for another value.
     """
@@ -42,7 +42,7 @@ _copies = functools.cache(_core.overlapped_copies)
 
 
 def count_gpu_sms() -> int:
-    """Of the current GPU; 0 without one."""
+    """Returns the multiprocessors of the current GPU; 0 without one."""
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

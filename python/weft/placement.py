@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where replicas of popular experts lie: what `balance` of `Exchange.plan` may be."""
+"""Places of replicas of popular experts: what `balance` of `Exchange.plan` may be."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Balancing(NamedTuple):
     # Above 1: an expert's replicas by ascending rank, then its master take intervals of its rows by
     # source rank, then token, and replicas whole blocks of so many. At most 1024.
     block_rows: int = 1
-    # What a replica's weights cost, in rows (`replica_rows`). A call in which replicas spare the
+    # Cost of a replica's weights, in rows (`replica_rows`). A call in which replicas spare the
     # busiest rank no more than they cost the rank that sends or gets most has none, and
     # `Plan.load.is_forgone` says so.
     replica_rows: int = 0
@@ -99,8 +99,8 @@ def num_replicas(balance: Any) -> int:
 
 
 def core_balance(balance: Any) -> tuple[int, int, int, int, list[int]]:
-    """The same for the core: R, the least rows of a replica, its blocks, what it costs, a placement
-    or nothing."""
+    """Returns `balance` for the core: R, the least rows of a replica, its blocks, what it costs, a
+    placement or nothing."""
     if isinstance(balance, Placement):
         return balance._core
     if isinstance(balance, Balancing):

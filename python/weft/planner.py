@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `balance` of `Exchange.plan` does, as a function of counts, for callers who send tokens to
-physical experts by other means: which experts get replicas, and which routes go there."""
+"""Planner behind `balance` of `Exchange.plan`, as a function of counts, for callers who send tokens
+to physical experts by other means: which experts get replicas, and which routes go there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.placement import as_int32
 
 
 class PlannedBalance:
-    """What `plan_balance` returns, on the CPU. A *physical expert* is a place where an expert's
+    """Result of `plan_balance`, on the CPU. A *physical expert* is a place where an expert's
     weights lie: rank r has those from r * (El + R) on, El masters and then R replicas.
 
     placement int32 [ranks, R]: the expert of each replica, -1 where the place stays empty.

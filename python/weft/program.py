@@ -16,7 +16,7 @@ def main(path: str, *words: str) -> None:
     loader.exec_module(core)
     if not hasattr(core, "run_program"):
         sys.exit(f"weft: {path} was built without the program")
-    # As a process has them that Python did not start.
+    # Default handlers, as in a process that Python did not start.
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     sys.exit(core.run_program(["weft", *words]))

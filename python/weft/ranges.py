@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shows the calls of a process while it runs: NVTX ranges for profilers, and call_log.py.
+"""Traces of the calls of a process while it runs: NVTX ranges for profilers, and call_log.py.
 
 NVTX ranges are there if a profiler is attached, which names its library in NVTX_INJECTION64_PATH,
 or with WEFT_NVTX=1; WEFT_NVTX=0 leaves them out."""
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _WANTED = os.environ.get("WEFT_NVTX", "1" if os.environ.get("NVTX_INJECTION64_PATH") else "0")
 HAS_NVTX = _WANTED == "1"
-# Whether anything shows the calls: whoever makes one asks first.
+# True if anything shows the calls, which ask first.
 IS_ON: bool = HAS_NVTX or call_log.IS_ON
 
 

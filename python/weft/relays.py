@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends an expert's weights to its replicas: the master's rank to each, or in rounds, in which
-ranks that have it pass it on. balance.py asks for that; copies.py carries each round out.
+"""Ways of an expert's weights to its replicas: from the master's rank to each, or in rounds, in
+which ranks that have them pass them on. balance.py asks for that; copies.py carries each round out.
 
 All functions here are pure, and what they are given is the same on all ranks: so all come to the
 same rounds without a word. Only weights are passed on. Gradients go straight to their master, which
@@ -16,10 +16,10 @@ from weft.copies import Copy, Hop
 
 MODES = ("auto", "never", "always")
 
-# What decides in mode "auto".
+# These numbers decide in mode "auto".
 # Copies in a domain that take as long as one between domains, in the model "h200": 350 / 50 GB/s.
 CROSSING = 7
-# What a link carries in the time of a further round. On GPUs as measured, between 75 and 115 MB,
+# Bytes that a link carries in the time of a further round. On GPUs as measured, 75 to 115 MB,
 # with the host time of a plan and a dispatch (docs/balance.md); on CPUs what the model "h200" of
 # `weft-lab simulate` has: 350 GB/s while both take 24.2 and 24.5 us beyond their bytes.
 ROUND_BYTES = {"cpu": 17_000_000, "cuda": 95_000_000}
@@ -56,8 +56,8 @@ def straight(copies: Sequence[Copy]) -> Rounds:
 
 
 def passed_on(copies: Sequence[Copy], domain_of: Sequence[int]) -> Rounds:
-    """In every round each rank that has an expert sends it to a rank of a domain where nobody has
-    it, if there is one, and to one of its own domain.
+    """Returns rounds in which each rank that has an expert sends it to a rank of a domain where no
+    rank has it, if there is one, and to one of its own domain.
 
     For an expert on ranks of D domains, at most n in one of them, the master's included, these are
     at most ceil(log2 D) + ceil(log2 n) rounds. Where it has a second place on a rank, or one on its

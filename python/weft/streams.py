@@ -80,8 +80,8 @@ class CommStream:
         return self._aside(call, caller, self.of(device), inputs, event)
 
     def is_current(self, device: torch.device) -> bool:
-        """Whether the next call can be made on the current stream of the device as that is: the one
-        before ran there."""
+        """Returns whether the next call can be made on the current stream of the device as that is:
+        the one before ran there."""
         return device.type != "cuda" or self._last_raw == _current_raw(device)
 
     def current(self, gpu: int) -> int | None:

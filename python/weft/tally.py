@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process has called, and how long it waited for other ranks, as numbers and as text for
+"""Calls of this process, and how long it waited for other ranks, as numbers and as text for
 Prometheus. exchange.py reports here."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _tallies: dict[tuple[int, ...], Tally] = {}  # by the ranks of a group in the wo
 
 
 class Tally:
-    """What exchanges of the same ranks have done, those included that are no more."""
+    """Sums of what exchanges of the same ranks have done, those included that are no more."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         self._ranks, self._rank = ranks, rank
@@ -50,7 +50,7 @@ def tally_of(group: Group) -> Tally:
 
 
 def stats() -> dict[str, Any]:
-    """What this process has done so far.
+    """Returns what this process has done so far.
 
     "calls": how often each call was made under the name of another library. "groups": for each
     list of ranks that exchanged, `Exchange.stats` summed over its exchanges, with "ranks" (their

@@ -22,7 +22,7 @@ from weft.run import FOLDERS
 
 __all__ = ["install", "uninstall"]
 
-# What each name stands for, and the modules below it.
+# Sources of each name and of the modules below it.
 _SOURCES = {
     "deep_ep": [
         "deep_ep",

@@ -42,7 +42,8 @@ def text(*names: str) -> str | None:
 
 
 def number(*names: str, default: int, least: int = 1) -> int:
-    """The same as a whole number of at least that. Raises InvalidArgument naming the variable."""
+    """Returns the value that `text` finds as a whole number, `default` if it finds none. Raises
+    InvalidArgument naming the variable if the value is no number of at least `least`."""
     value = text(*names)
     if value is None:
         return default

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What libraries that balance experts from exact counts have in common: ultra_ep.py, moonep.py."""
+"""Common part for libraries that balance experts from exact counts: ultra_ep.py, moonep.py."""
 
 from __future__ import annotations
 

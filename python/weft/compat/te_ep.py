@@ -81,7 +81,7 @@ def ep_bootstrap(
 
 
 def is_ep_bootstrapped() -> bool:
-    """Whether `ep_bootstrap` was called, and `ep_finalize` not since."""
+    """Returns whether `ep_bootstrap` was called, and `ep_finalize` not since."""
     return _ranks is not None
 
 
@@ -109,8 +109,8 @@ atexit.register(ep_finalize)
 
 
 class EpBuffer(nccl_ep.NcclEpBuffer):
-    """What a dispatch leaves for its combine and for both backwards. It holds no tensor of the
-    caller.
+    """State that a dispatch leaves for its combine and for both backwards. It holds no tensor of
+    the caller.
 
     recv_capacity_per_rank: rows that this rank receives, whatever the routing; None ("eager"): as
     many as arrive. alignment: rows of each expert are rounded up to it, 0 or a power of two.

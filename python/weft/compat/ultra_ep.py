@@ -36,7 +36,7 @@ __all__ = ["EventOverlap", "Manager"]
 
 
 class _Masters(NamedTuple):
-    """Of a layer, a tensor for each expert of this rank."""
+    """Weights and gradients of a layer's masters, a tensor for each expert of this rank."""
 
     weights: tuple[Sequence[Tensor], Sequence[Tensor]]  # of fc1 and of fc2
     grads: tuple[Sequence[Tensor], Sequence[Tensor]]

@@ -68,7 +68,7 @@ class CommOverlapConfig:
             _write(values, ddp_config)
 
     def _get_model_comm_overlap_cfgs(self, model_config: Any, ddp_config: Any) -> dict[str, Any]:
-        """What setup() writes into the model's configuration. Raises what setup() raises."""
+        """Returns what setup() writes into the model's configuration. Raises what that raises."""
         user = self.user_comm_overlap_cfg
         expect(
             hasattr(model_config, "overlap_moe_expert_parallel_comm"),
@@ -89,8 +89,8 @@ class CommOverlapConfig:
         return _tensor_parallel(user, model_config) | values | _given(user, values)
 
     def _get_optimizer_overlap_cfgs(self, model_config: Any) -> dict[str, Any]:
-        """What setup() writes for data parallelism: only the user's values where its size is not
-        known."""
+        """Returns what setup() writes for data parallelism: only the user's values where its size
+        is not known."""
         size = self.data_parallel_size
         values = _data_parallel(size or 1, model_config)
         given = _given(self.user_comm_overlap_cfg, values)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rules depend on beside settings: the versions of torch and of Transformer Engine, which is
-never imported, for it may be absent, and the rank, since one rank warns."""
+"""Facts that rules depend on beside settings: the versions of torch and of Transformer Engine,
+which is never imported, for it may be absent, and the rank, since only one rank warns."""
 
 import logging
 import os
@@ -24,12 +24,12 @@ def get_te_version() -> str | None:
 
 
 def is_torch_min_version(minimum: str) -> bool:
-    """Whether torch is `minimum` or newer. A pre-release of `minimum` is older."""
+    """Returns whether torch is `minimum` or newer. A pre-release of `minimum` is older."""
     return _at_least(get_torch_version(), minimum)
 
 
 def is_te_min_version(minimum: str) -> bool:
-    """Whether Transformer Engine is `minimum` or newer. An absent one is older than all."""
+    """Returns whether Transformer Engine is `minimum` or newer. An absent one is older than all."""
     version = get_te_version()
     return version is not None and _at_least(version, minimum)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the overlap of expert-parallel communication goes with. validate.py says which rules hold
-where.
+"""Rules for the overlap of expert-parallel communication: what it goes with. validate.py says which
+rules hold where.
 
 A rule is what must hold of the settings and the reference's text for the case that it does not.
 Calling it with a configuration raises AssertionError with that text. "Megatron" is Megatron-LM's
@@ -254,8 +254,8 @@ def check(rules: Sequence[Callable[[Any], None]], config: Any) -> None:
 
 
 def _has_wgrad_in_graph(c: Settings) -> bool:
-    """Whether a graph captures weight gradients: of attention, or of shared experts beside the
-    router that are not overlapped."""
+    """Returns whether a graph captures weight gradients: of attention, or of shared experts beside
+    the router that are not overlapped."""
     return "attn" in graph_modules(c) or (
         "moe_router" in graph_modules(c)
         and c.moe_shared_expert_intermediate_size is not None

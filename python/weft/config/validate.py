@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rules of rules.py hold where: one function for each place where a reference checks them."""
+"""Checks of the rules in rules.py: one function for each place where a reference checks them."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _BLACKWELL = 10  # major number of the first GPUs whose queues do not depend on the setting
 
-# What may be recomputed: pieces that lie inside one node.
+# Pieces that may be recomputed: they lie inside one node.
 RECOMPUTABLE = ("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "shared_experts")
 
 # Classes of Megatron-FSDP and of PyTorch's fully_shard, whichever of their versions.

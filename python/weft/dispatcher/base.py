@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every token dispatcher offers to the layer around it, and its process groups."""
+"""Interface that every token dispatcher offers to the layer around it, and its process groups."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backends have in common whose rows arrive by expert, padded, in one step: modes, row budgets
-and their overflow. hybridep.py and ncclep.py are the backends."""
+"""Common part of backends whose rows arrive by expert, padded, in one step: modes, row budgets and
+their overflow. hybridep.py and ncclep.py are the backends."""
 
 from typing import Any
 
@@ -79,8 +79,8 @@ class ByExpertManager(_DispatchManager):
         self._grown_budget = num_rows
 
     def _most_tokens(self, routing: Tensor) -> int:
-        """What sizes that are fixed beforehand count with: the setting, or what any rank has if it
-        is to be asked for, as the reference pads (collective then, and waits for a GPU), or T."""
+        """Returns how many tokens fixed sizes count with: the setting, or the most of any rank if
+        that is asked for, as the reference pads (collective then, and waits for a GPU), or T."""
         num_tokens = routing.shape[0]
         given = max(option(self.config, name) or 0 for name in self._MOST_TOKENS)
         is_sized = self.drop_and_pad or self.moe_expert_rank_capacity_factor is not None

@@ -47,7 +47,7 @@ def get_align_size_for_quantization(config: Any) -> int:
 
 
 def skip_routed_expert_padding(config: Any) -> bool:
-    """Whether rows reach the experts padded already, so that the experts must not pad again."""
+    """Returns whether rows reach the experts already padded, so that these must not pad again."""
     c = Settings(config)
     if c.moe_router_padding_for_quantization:
         return True

@@ -66,7 +66,7 @@ class DispatcherConfig:
     moe_hybridep_pad_uneven_dispatch_inputs: bool = False
     moe_hybridep_pad_variable_tokens: bool = False
 
-    # What decides the row alignment of the experts.
+    # Settings that decide the row alignment of the experts.
     fp8: str | None = None
     fp8_recipe: str | None = "delayed"
     fp4: str | None = None
@@ -81,7 +81,7 @@ class DispatcherConfig:
     moe_dispatch_fwd_dtype: str = "bf16"
     moe_combine_bwd_dtype: str = "bf16"
     moe_ncclep_zero_copy: bool = False
-    # Of Megatron-Core 0.19, where it is False: its experts get no unused rows, and so no budget.
+    # Megatron-Core 0.19 has False: its experts get no unused rows, and so no budget.
     moe_ncclep_static_shape: bool = True
 
     variable_seq_lengths: bool = False
@@ -116,7 +116,7 @@ class DispatcherConfig:
     expert_model_parallel_size: int = 1
     sequence_parallel: bool = False
 
-    # What else the overlap has to live with.
+    # Other settings that the overlap has to live with.
     bf16: bool = False
     fp16: bool = False
     recompute_granularity: str | None = None
@@ -151,7 +151,7 @@ class DispatcherConfig:
 
 @dataclass
 class TokenDispatcherConfig(DispatcherConfig):
-    """The same with the defaults of NeMo Automodel's settings of the flex dispatcher."""
+    """`DispatcherConfig` with the defaults of NeMo Automodel's settings of the flex dispatcher."""
 
     num_moe_experts: int | None = 64
     moe_router_dtype: str | None = "fp32"
@@ -193,7 +193,7 @@ def expect(condition: bool, text: str) -> None:
         raise AssertionError(text)
 
 
-# Which settings go together.
+# Rules of which settings go together.
 
 DISPATCHERS = ("allgather", "alltoall", "flex")
 BACKENDS = ("deepep", "hybridep", "uccl_ep", "ncclep", "deepepv2")
@@ -332,8 +332,8 @@ def _ncclep(c: Settings) -> None:
 
 
 def check_ncclep(c: Settings) -> bool:
-    """Whether "ncclep" has a row budget. Raises ValueError for capacities, for a zero copy without
-    a budget, and for one whose experts would take unused rows for tokens."""
+    """Returns whether "ncclep" has a row budget. Raises ValueError for capacities, for a zero copy
+    without a budget, and for one whose experts would take unused rows for tokens."""
     has_budget = c.moe_expert_rank_capacity_factor is not None and c.moe_ncclep_static_shape
     has_capacity = c.moe_expert_capacity_factor is not None or c.moe_pad_expert_input_to_capacity
     _refuse(has_capacity, "ncclep: a capacity factor and drop-and-pad are not supported")
@@ -352,7 +352,7 @@ def check_ncclep(c: Settings) -> bool:
 
 
 def has_own_exchange(c: Settings) -> bool:
-    """Whether settings of Weft's own are on that buffers of other libraries do not know."""
+    """Returns whether settings of Weft's own are on that buffers of other libraries do not know."""
     return c.moe_balance_replicas > 0 or c.moe_combine_order != "rank"
 
 

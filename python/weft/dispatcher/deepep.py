@@ -90,7 +90,7 @@ class _DeepepManager(_DispatchManager):
         self._forget()
 
     def _forget(self) -> None:
-        """What a dispatch leaves for its combine."""
+        """Drops what a dispatch leaves for its combine."""
         self.handle = self.dispatched_probs = self._indices = None
         self._arrives_by_expert = False
         self.dispatched_routing_map = self.reversed_mapping_for_combine = self.pad_offsets = None

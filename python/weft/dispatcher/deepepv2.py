@@ -14,7 +14,7 @@ from .deepep import _DeepepManager
 
 
 class _DeepepV2Manager(_DeepepManager):
-    """What `_DeepepManager` does, rows by expert included, which need no elastic buffer.
+    """Does what `_DeepepManager` does, rows by expert included, which need no elastic buffer.
 
     Where a permute is needed, the ranks must know the largest number of tokens of any of them:
     moe_max_tokens_per_rank says it, the same on all ranks; without, every dispatch asks for it,
@@ -77,7 +77,7 @@ class _DeepepV2Manager(_DeepepManager):
         return combine(self._buffer, x, handle, num_sms=self.num_sms, **streams)
 
     def _most_tokens(self, x: Tensor) -> int:
-        """Of any rank; at least 1. Collective if the settings do not say it."""
+        """Returns the most tokens of any rank, at least 1. Collective unless a setting says it."""
         given = option(self.config, "moe_max_tokens_per_rank")
         if given:
             return given

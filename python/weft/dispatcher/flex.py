@@ -225,7 +225,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
 
     @property
     def experts_read_received_rows(self) -> bool:
-        """Whether the rows of token_dispatch are the experts' input itself: a schedule that frees
+        """True if the rows of token_dispatch are the experts' input itself: a schedule that frees
         memory must leave them until the backward then."""
         return self._comm_manager.experts_read_received_rows
 
@@ -293,7 +293,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
     def get_pipeline_runtime_initializers(
         self, *, hidden_dim: int, dtype: torch.dtype
     ) -> tuple[HybridEPPipelineRuntimeInitializer, ...]:
-        """What may be prepared before a pipeline's first step: one for "hybridep", else none."""
+        """Returns what to prepare before a pipeline's first step: one for "hybridep", else none."""
         if not isinstance(self._comm_manager, _HybridEPManager):
             return ()
         return (HybridEPPipelineRuntimeInitializer(self._comm_manager, hidden_dim, dtype),)

@@ -147,8 +147,8 @@ class _HybridEPManager(ByExpertManager):
         return indices_to_multihot(indices, probs.float(), self.num_experts)
 
     def setup_routing(self, routing: Tensor, probs: Tensor) -> None:
-        """What `_HybridEPMetadataProcessor` returns: flags, or choices where they are compact (not
-        with drop-and-pad)."""
+        """Takes what `_HybridEPMetadataProcessor` returns: flags, or choices where they are compact
+        (not with drop-and-pad)."""
         self._most = self._most_tokens(routing)
         if self.drop_and_pad:
             self._fixed = FixedCapacity(self, self._most)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What NeMo Automodel runs before the first step of a pipeline, so that no stage waits for what the
-one before it makes at its first dispatch."""
+"""Preparation that NeMo Automodel runs before the first step of a pipeline, so that no stage waits
+for what the one before it makes at its first dispatch."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the flex dispatcher asks of a backend, and which functions of `weft.fused_a2a` a backend
-moves tokens by. flex.py asks, deepep.py, deepepv2.py, hybridep.py and ncclep.py
+"""Interface between the flex dispatcher and its backends, and the functions of `weft.fused_a2a`
+that a backend moves tokens by. flex.py asks; deepep.py, deepepv2.py, hybridep.py and ncclep.py
 answer."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _DispatchManager:
     dispatched_probs: Tensor | None = None
     tokens_per_expert: Tensor | None = None
     handle: Any = None
-    # Whether `get_permuted_...` hands on the rows of `dispatch`, which must be left valid then.
+    # True if `get_permuted_...` hands on the rows of `dispatch`, which must be left valid then.
     experts_read_received_rows: bool = False
 
     def get_number_of_tokens_per_expert(self) -> Tensor:

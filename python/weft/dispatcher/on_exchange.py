@@ -24,8 +24,8 @@ _Kinds = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of an expert's tenso
 
 
 class _Shared:
-    """What all layers of a process group share. Collective where something is made: a rank that
-    makes it alone meets the others in the call that they make on what was used last."""
+    """Exchanges and balances of all layers of a process group. Collective where one is made: if
+    only one rank makes it, that rank meets the others in their call on what was used last."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._exchanges = ExchangePool(Group.of(group), timeout_of())
@@ -85,7 +85,7 @@ class _ExchangeManager(ByExpertManager):
 
     @property
     def plan(self) -> Plan:
-        """Of the last dispatch, until its combine."""
+        """Plan of the last dispatch, until its combine."""
         return self.handle
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
@@ -136,7 +136,7 @@ class _ExchangeManager(ByExpertManager):
         return tokens
 
     def balance(self, kinds: _Kinds) -> Balance:
-        """What brings weights of these kinds to the replicas of the last dispatch."""
+        """Returns the `Balance` that brings such weights to the replicas of the last dispatch."""
         return self._of_group().balance(self.plan.exchange, self.replicas, kinds)
 
     def _of_group(self) -> _Shared:

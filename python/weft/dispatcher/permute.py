@@ -17,7 +17,7 @@ from .config import expect
 
 
 class Permuted(NamedTuple):
-    """What `permute` returns. P: rows."""
+    """Result of `permute`. P: rows."""
 
     rows: Tensor  # [P, H]
     probs: Tensor | None  # [P], the dtype of the probabilities that went in

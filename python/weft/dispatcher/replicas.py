@@ -68,7 +68,7 @@ class ReplicatedExperts:
         return rows
 
     def take_back(self, rows: Tensor) -> Tensor:
-        """What the experts made; the module has its own weights again."""
+        """Returns what the experts made; the module has its own weights again."""
         if self._loan is None:
             raise InvalidArgument("combine: no weights are lent (dispatch_postprocess lends them)")
         balance, loan = self._loan
@@ -84,7 +84,7 @@ class ReplicatedExperts:
 
 
 def _is_distributed(weight: Any) -> bool:
-    """Whether it is one of NeMo Automodel's, whose experts ask for its local part."""
+    """Returns whether the weight is NeMo Automodel's, whose experts ask for its local part."""
     from torch.distributed.tensor import DTensor  # takes time, and few need it
 
     return isinstance(weight, DTensor)

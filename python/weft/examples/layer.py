@@ -57,7 +57,7 @@ def make_dispatcher(
 
 
 class BlockExperts(DelayedExperts):
-    """Of products of whole blocks of rows, whose bits replicas do not change."""
+    """Experts that multiply whole blocks of rows, so that replicas do not change the bits."""
 
     def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
         sizes = counts.tolist()
@@ -91,7 +91,7 @@ class MoELayer(nn.Module):
             dispatcher.replicate_experts(self.experts, wgrad="blocks")
 
     def reset(self, seed: int) -> None:
-        """The same weights for an expert, wherever it lives, and the same router everywhere."""
+        """Gives an expert the same weights wherever it lives, and every rank the same router."""
         device = self.router.weight.device
 
         def fill(weights: Tensor, key: int) -> None:

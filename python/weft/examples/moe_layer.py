@@ -30,7 +30,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """What this dispatcher computes, summed over all ranks, and the slowest rank's time."""
+    """Returns what this dispatcher computes, summed over all ranks, and the slowest rank's time."""
     group = dist.group.WORLD
     groups = DispatcherGroups(ep=group, expt_tp=None, tp_ep=group)
     dispatcher = make_dispatcher(name, groups, args.experts, args.topk)

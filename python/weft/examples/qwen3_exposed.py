@@ -55,7 +55,7 @@ def is_exchange(name: str) -> bool:
 
 
 def copies(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """What copy engines do between two kernels of a stream, as one more kernel."""
+    """Returns a kernel for each time that copy engines run between two kernels of a stream."""
     found = []
     last: dict[int, Kernel] = {}
     for kernel in sorted(kernels):

@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.out = DelayedLinear(self.sizes[0], shape.hidden, **options)
         self.q_norm = nn.RMSNorm(dim, eps=EPS)
         self.k_norm = nn.RMSNorm(dim, eps=EPS)
-        # In float: positions of a long sequence are no bf16 numbers.
+        # Angles are float: positions of a long sequence are no bf16 numbers.
         inverse = ROPE_BASE ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         angles = torch.arange(shape.sequence, dtype=torch.float32)[:, None] * inverse
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -204,7 +204,7 @@ def is_expert_weight(name: str) -> bool:
 
 @torch.no_grad()
 def fill(model: ModelChunk, seed: int) -> None:
-    """The same weights in every mode, and for an expert wherever it lives; norms stay at 1."""
+    """Sets the same weights in every mode, and for an expert wherever it lives; norms stay at 1."""
     first = model.layers[0].dispatcher.local_expert_indices[0]
     generator = None
     for name, weights in model.named_parameters():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hiding the exchange is worth in layers of Qwen3-30B-A3B: seconds a step, share exposed.
+"""Measures the gain of hiding the exchange in Qwen3-30B-A3B layers: seconds a step, share exposed.
 
 python -m weft.examples.qwen3_moe --gpus 4
 python -m weft.examples.qwen3_moe --gpus 2 --device cpu
@@ -152,7 +152,7 @@ SHARES = {  # of the table: key in a row, heading
 
 
 def rows_of(results: dict[str, Result]) -> list[Row]:
-    """What the table and the JSON file show, None where a device has no such number."""
+    """Returns the rows of the table and the JSON file, None where a device has no such number."""
     first = median(next(iter(results.values())).seconds)
     rows = []
     for name, result in results.items():

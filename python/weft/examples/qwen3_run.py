@@ -68,8 +68,8 @@ MODES = {
 
 
 def usual_modes(replicas: int | None) -> list[str]:
-    """Those that run unless others are asked for. With replicas none leaves gradients of weights
-    for later: these are sums of blocks then."""
+    """Returns the modes that run unless others are asked for. With replicas none leaves gradients
+    of weights for later: these are sums of blocks then."""
     if replicas is None:
         return [name for name, mode in MODES.items() if not mode.balance]
     return [name for name, mode in MODES.items() if not mode.delay]
@@ -77,7 +77,7 @@ def usual_modes(replicas: int | None) -> list[str]:
 
 @dataclass
 class Result:
-    """What one mode did. Times are the slowest rank's; None where there is no GPU to ask."""
+    """Results of one mode. Times are the slowest rank's; None where there is no GPU to ask."""
 
     losses: Tensor  # fp32 [steps, micro-batches] of this rank
     seconds: list[float]  # of each timed step

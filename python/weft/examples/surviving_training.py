@@ -155,7 +155,7 @@ class Trainer:
         return loss.item()
 
     def _go_on_without(self) -> None:
-        """Those that are left share out the lost rank's experts."""
+        """Shares out the lost rank's experts among the ranks that are left."""
         gone = sorted(set(range(RANKS)) - set(self.exchange.alive()))
         if self.lost is not None or len(gone) != 1:
             raise RuntimeError(f"ranks {gone} are away (expected one at a time)")
@@ -167,7 +167,7 @@ class Trainer:
                     mine[at] = one
 
     def _invite(self) -> None:
-        """Those that are left take a new process in the lost rank's place."""
+        """Takes a new process in the lost rank's place; all ranks that are left call it."""
         if self.rank == self.exchange.alive()[0]:
             invitations = [self.exchange.invitation(), self.balance.invitation()]
             _write(self.folder / "invitations", "\n".join(invitations).encode())

@@ -44,7 +44,7 @@ _nccl_ep_ranks: Any = None
 _hybrid_ep_runtime_signature: tuple[Any, ...] | None = None
 _hybrid_ep_initialized_capacity: int = 0
 _nvshmem_available: bool | None = None
-# Of compiled kernels, which Weft does not have.
+# State of compiled kernels, which Weft does not have.
 _JIT_CACHE_ROOT: str | None = None
 _jit_proc_dir: str | None = None
 _jit_shared_dir: str | None = None

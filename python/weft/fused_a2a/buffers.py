@@ -26,7 +26,7 @@ _STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer", "_n
 
 lock = threading.RLock()  # forward and backward run on different threads
 parked: dict[str, list[Any]] = {}  # by the name of the state variable
-# Likewise: the buffer of Weft's that a call was given last, and what it is known to be enough for.
+# Buffers that calls were given last, by the same name, and what each is known to be enough for.
 _enough: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {}
 _NOTHING: tuple[Callable[[], Any], tuple[Any, ...]] = (lambda: None, ())
 
@@ -209,7 +209,7 @@ def store_hybrid_ep_jit_cache() -> int:
 
 
 def _warm_start_hybrid_ep_jit() -> bool:
-    """Whether stored kernels were loaded: False."""
+    """Returns whether stored kernels were loaded: False."""
     return False
 
 
@@ -224,7 +224,7 @@ def _deep_ep_version() -> str:
 
 
 def _is_nvshmem_available() -> bool:
-    """Whether buffers may span hosts (asked once)."""
+    """Returns whether buffers may span hosts (asked once)."""
     if state._nvshmem_available is None:
         state._nvshmem_available = state.Buffer.is_sm90_compiled()
     return state._nvshmem_available

@@ -24,7 +24,7 @@ from .replay import _hybridep_dispatch_replay_state as replay
 _BLOCKS = ("num_blocks_permute", "num_blocks_unpermute")
 _ROWS = ("num_permuted_tokens", "pad_multiple")
 _PREPROCESSING = "num_sms_preprocessing_api"
-# What may follow `num_sms_combine_api` among the arguments of `HybridEPDispatch`, by the most that
+# Arguments that may follow `num_sms_combine_api` of `HybridEPDispatch`, by the most that
 # there are: three are NeMo Automodel's, six Megatron-LM's, eight Automodel's since 0.7.0.
 _ORDERS = {
     3: (*_ROWS, "fused"),
@@ -35,7 +35,7 @@ _OPTIONS = dict.fromkeys(_ORDERS[8]) | {"fused": False}
 
 
 def _has_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether the function takes an argument of this name; False if nobody can tell."""
+    """Returns whether the function takes an argument of this name; False if that is unknown."""
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -90,7 +90,7 @@ class HybridEPCombine(torch.autograd.Function):
 
 
 class _Sent(torch.autograd.Function):
-    """What `hybrid_ep_dispatch` tells autograd: of the rows and their probabilities alone."""
+    """Autograd function of `hybrid_ep_dispatch`, for the rows and their probabilities only."""
 
     @staticmethod
     def forward(ctx, x, probs, given):
@@ -104,7 +104,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """Likewise `hybrid_ep_combine`."""
+    """Autograd function of `hybrid_ep_combine`."""
 
     @staticmethod
     def forward(ctx, x, given):
@@ -118,7 +118,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _Way(NamedTuple):
-    """Of rows that were dispatched or combined, for their gradients."""
+    """Way by which rows were dispatched or combined, for their gradients."""
 
     buffer: Any
     handle: Any
@@ -137,7 +137,7 @@ class _Way(NamedTuple):
         )
 
     def sent(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Those of a combine's rows."""
+        """Returns the gradients of a combine's rows."""
         # The caller's num_permuted_tokens may be a tensor, and reading it would wait for a GPU;
         # the number of rows that were combined is the same number.
         rows, *_ = self.buffer.dispatch_with_permute(
@@ -162,7 +162,8 @@ def _dispatched(
     num_sms_combine_api: int | None,
     options: dict[str, Any],
 ) -> tuple[tuple, _Way]:
-    """What `hybrid_ep_dispatch` returns, without gradients. options: `_OPTIONS`."""
+    """Returns what `hybrid_ep_dispatch` returns, without gradients, and the way of the rows.
+    options: `_OPTIONS`."""
     options = _without_unknown(options)
     settings = {
         "num_blocks_permute": options["num_blocks_permute"],
@@ -209,7 +210,7 @@ def _dispatched(
 def _combined(
     x: torch.Tensor, handle: Any, pad_multiple: int | None, fused: bool
 ) -> tuple[torch.Tensor, _Way]:
-    """What `hybrid_ep_combine` returns, without gradients."""
+    """Returns what `hybrid_ep_combine` returns, without gradients, and the way of the rows."""
     way = _Way(current_hybrid_ep_buffer(), handle, pad_multiple, fused, len(x))
     combined, _ = way.buffer.combine_with_unpermute(
         hidden=contiguous(x),

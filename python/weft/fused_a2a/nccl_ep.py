@@ -26,7 +26,7 @@ from .buffers import _cached, parked, take_all
 
 
 class Ranks:
-    """What is set up for a group."""
+    """Exchanges and settings of a group that is set up."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -44,7 +44,7 @@ class Ranks:
 
 
 class NcclEpBuffer:
-    """What a dispatch leaves for its combine. It holds no tensor of the caller."""
+    """State that a dispatch leaves for its combine. It holds no tensor of the caller."""
 
     def __init__(self, ranks: Ranks, num_local_experts: int, **sizes: int | None) -> None:
         """sizes: see `new_nccl_ep_buffer`. Raises ValueError for an alignment that is none."""
@@ -66,7 +66,7 @@ class NcclEpBuffer:
 
     @property
     def eager(self) -> bool:
-        """Whether there are as many rows as arrive."""
+        """True if there are as many rows as arrive."""
         return self.recv_capacity_per_rank is None
 
 
@@ -107,7 +107,7 @@ def ensure_nccl_ep_bootstrapped(
 
 
 def is_nccl_ep_bootstrapped() -> bool:
-    """Whether any group is set up."""
+    """Returns whether any group is set up."""
     return state._nccl_ep_ranks is not None or bool(parked.get("_nccl_ep_ranks"))
 
 
@@ -210,7 +210,7 @@ def nccl_ep_dispatch(
 
 
 def options_of(buffer: NcclEpBuffer) -> dict[str, Any]:
-    """Of the plans of its dispatches."""
+    """Returns the options of the plans of the buffer's dispatches."""
     return {
         "pad_multiple": max(buffer.alignment, 1),
         "row_budget": buffer.recv_capacity_per_rank,

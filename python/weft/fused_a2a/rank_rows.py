@@ -35,7 +35,7 @@ _LAYOUT = (  # what get_dispatch_layout returns, before the event
 
 
 class Library(NamedTuple):
-    """What differs between the libraries that offer a `Buffer`."""
+    """Differences between the libraries that offer a `Buffer`."""
 
     prefix: str  # of the functions' names
     get_buffer: Callable[[Any, int], Any]  # (group, bytes of a row)
@@ -65,7 +65,7 @@ class Library(NamedTuple):
         group: Any,
         streams: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
-        """What `fused_dispatch` returns."""
+        """Returns what `fused_dispatch` returns."""
         buffer, how = self.begin(x, group, streams)
         is_own = pool_of(buffer) is not None  # one of Weft's takes tensors with gaps, too
         if not is_own:
@@ -109,14 +109,14 @@ class Library(NamedTuple):
     def send_gradients(
         self, x: Tensor, group: Any, handle: Any, streams: tuple[bool, bool]
     ) -> Tensor:
-        """Those of a combine's rows: the tokens', dispatched as the tokens were."""
+        """Returns the gradients of a combine's rows: the tokens', dispatched as the tokens were."""
         x = x.contiguous()
         buffer, how = self.begin(x, group, streams)
         return waited(buffer.dispatch(x, handle=handle, **how), streams[0])[0]
 
 
 def waited(results: tuple, async_finish: bool) -> list:
-    """What a buffer's call returned, less the event, which is waited for."""
+    """Returns the results of a buffer's call without the event, which is waited for."""
     *results, event = results
     if async_finish:
         event.current_stream_wait()
@@ -131,14 +131,14 @@ def _on_host(counts: Any) -> Tensor:
 
 
 def dispatched(ctx: Any, rows: Any, indices: Any, probs: Any, counts: Any, handle: Any):
-    """What a dispatch hands to autograd."""
+    """Hands the results of a dispatch to autograd: indices and counts have no gradients."""
     counts = _on_host(counts)
     ctx.mark_non_differentiable(indices, counts)
     return rows, indices, probs, counts, handle
 
 
 class ExpertRows(NamedTuple):
-    """What the combine of a dispatch needs. It holds no tensor of the caller."""
+    """Plan and settings that the combine of a dispatch needs. It holds no tensor of the caller."""
 
     plan: Plan
     num_sms: int
@@ -264,7 +264,7 @@ def functions_of(library: Library) -> Functions:
             return library.send_gradients(grad_output, *ctx.way), None, None, None, None
 
     class Sent(torch.autograd.Function):
-        """What `fused_dispatch` tells autograd: of the rows and their probabilities alone."""
+        """Autograd function of `fused_dispatch`, for the rows and their probabilities only."""
 
         @staticmethod
         def forward(ctx, x, probs, routing):
@@ -281,7 +281,7 @@ def functions_of(library: Library) -> Functions:
             return *library.return_gradients(grad_rows, grad_probs, *ctx.way), None
 
     class Summed(torch.autograd.Function):
-        """Likewise `fused_combine`."""
+        """Autograd function of `fused_combine`."""
 
         @staticmethod
         def forward(ctx, x, way):

@@ -22,7 +22,7 @@ from typing import Any
 
 
 class _Recorder:
-    """What the dispatches of a forward left, in their order."""
+    """Records that the dispatches of a forward left, in their order."""
 
     def __init__(self) -> None:
         self._records: list[Any] = []

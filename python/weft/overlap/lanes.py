@@ -50,7 +50,7 @@ def lane_of(stream: Any) -> str:
 
 
 def new_event() -> Any:
-    """What one micro-batch's nodes wait for and move on."""
+    """Makes the event that one micro-batch's nodes wait for and move on."""
     return _device().Event()
 
 

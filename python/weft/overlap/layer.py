@@ -162,7 +162,7 @@ class ModelChunk(nn.Module):
     def preprocess(
         self, input_ids: Any, position_ids: Any, decoder_input: Tensor | None = None
     ) -> Tensor:
-        """What goes into the first layer: decoder_input if it is given, else the embedding."""
+        """Returns the first layer's input: decoder_input if it is given, else the embedding."""
         if decoder_input is not None:
             return decoder_input
         if self.embedding is None:

@@ -216,7 +216,7 @@ class TransformerLayerNode(ScheduleNode):
 
 
 class NoopScheduleNode:
-    """Where a layer has no such node."""
+    """Node that does nothing, where a layer has no such node."""
 
     def forward(self, inputs: Any) -> Any:
         return inputs
@@ -232,7 +232,7 @@ class NoopScheduleNode:
 
 
 class AbstractSchedulePlan:
-    """What a training loop may ask a plan for."""
+    """Calls that a training loop may make of a plan."""
 
     @staticmethod
     def run(f_schedule_plan: Any, b_schedule_plan: Any, b_grad: Any = None, **hooks: Any) -> Any:

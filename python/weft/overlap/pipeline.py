@@ -42,11 +42,11 @@ class PipelineShape:
         pipeline_order(self)
 
     def is_first(self, chunk: int) -> bool:
-        """Whether the model begins in this chunk."""
+        """Returns whether the model begins in this chunk."""
         return self.rank == 0 and chunk == 0
 
     def is_last(self, chunk: int) -> bool:
-        """Whether the model ends in this chunk."""
+        """Returns whether the model ends in this chunk."""
         return self.rank == self.num_ranks - 1 and chunk == self.num_chunks - 1
 
 
@@ -54,7 +54,7 @@ class PipelineShape:
 def pipeline_order(
     shape: PipelineShape,
 ) -> tuple[tuple[VirtualStage | None, VirtualStage | None], ...]:
-    """Which forward is issued with which backward, step by step."""
+    """Returns which forward is issued with which backward, step by step."""
 
     def named(stage: tuple[int, int] | None) -> VirtualStage | None:
         return None if stage is None else VirtualStage(*stage)

@@ -26,7 +26,8 @@ from .wgrad import delayed_modules, drop_pending
 
 
 class FreedInputs(NamedTuple):
-    """Whether a node of an MoE layer gives up its input. pre_dispatch and dense layers never do."""
+    """Flags: nodes of an MoE layer that give up their input. pre_dispatch and dense layers do
+    not."""
 
     moe_dispatch: bool = False
     mlp: bool = False
@@ -63,7 +64,7 @@ def freed_inputs(dispatcher: Any, preprocess_in_graph: bool = False) -> FreedInp
 
 @dataclass
 class LayerState:
-    """What the nodes hand to each other beside their outputs."""
+    """State that the nodes of a layer hand to each other beside their outputs."""
 
     residual: Tensor | None = None
     shared_expert_output: Tensor | None = None
@@ -197,7 +198,7 @@ class TransformerLayerSchedulePlan:
             getattr(self, name).release()
         self.layer_state = LayerState()
 
-    # What the nodes run.
+    # Methods that the nodes run.
 
     def _pre_dispatch(self, node: TransformerLayerNode, x: Tensor) -> tuple[Tensor, Tensor]:
         mask = self.chunk_state.attention_mask
@@ -230,7 +231,7 @@ class TransformerLayerSchedulePlan:
         return self.layer.combine(rows, node.use(state.residual), shared_output)
 
     def _share_routing(self, node: TransformerLayerNode) -> None:
-        """What the dispatcher keeps between phases was made on the other lane, too."""
+        """Tells the allocator that the node uses what the dispatcher keeps from the other lane."""
         dispatcher = self.layer.dispatcher
         for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
             lanes.known_to(getattr(owner, "__dict__", {}).values(), node.stream)
@@ -256,7 +257,7 @@ class ChunkState:
 
 
 class _EndNode(TransformerLayerNode):
-    """What comes before the layers or after them, with the weights of a module of the model."""
+    """Node before the layers or after them, with the weights of a module of the model."""
 
     NAME: str
     MODULE: str  # an attribute of the model

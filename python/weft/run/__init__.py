@@ -89,8 +89,8 @@ def report(found: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def vllm_plugin() -> None:
-    """What vLLM calls in each of its processes, also where they have lost PYTHONPATH. It does
-    nothing but below `weft run`."""
+    """Installs Weft's names. vLLM calls it in each of its processes, also where they have lost
+    PYTHONPATH. Outside `weft run` it does nothing."""
     names = os.environ.get(_PLUGIN)
     if names:
         from weft.compat import install
@@ -172,8 +172,8 @@ def _status_of(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """By the number of the process. What a killed one left half written has another suffix, and
-    what cannot be read is left out."""
+    """Returns what processes have told, by the number of the process. What a killed one left half
+    written has another suffix, and what cannot be read is left out."""
     found = {}
     for file in sorted(folder.glob("*.json")):
         try:

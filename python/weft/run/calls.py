@@ -42,12 +42,12 @@ def count(name: str) -> None:
 
 
 def counts() -> dict[str, int]:
-    """By name, in the order of the first calls."""
+    """Returns the counts by name, in the order of the first calls."""
     return dict(_counts)
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What a process has written beside `file`, which tells its calls up to some moment."""
+    """Returns what a process has counted beside `file`, which tells its calls up to some moment."""
     with contextlib.suppress(OSError):
         lines = file.with_suffix(".calls").read_text().splitlines()
         return {line[_DIGITS:].strip(): int(line[:_DIGITS]) for line in lines if line[0] != "\0"}
@@ -116,7 +116,7 @@ def _write_at_exit() -> None:
 
 
 def _begin_in_child() -> None:
-    """What the parent has counted is not the child's, and threads are not forked."""
+    """Begins anew in a forked child: the counts are the parent's, and threads are not forked."""
     global _lock, _file, _writer, _ended, _is_forked
     _lock, _file, _writer = threading.Lock(), None, None
     _ended, _is_forked = threading.Event(), True

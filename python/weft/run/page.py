@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes below `weft run` have told (`weft.stats`), summed, as text and as a page."""
+"""Sums of what the processes below `weft run` have told (`weft.stats`), as text and as a page."""
 
 import collections
 import html
@@ -37,8 +37,8 @@ def calls_of(found: Mapping[str, Any]) -> collections.Counter[str]:
 
 
 def waits_of(found: Mapping[str, Any]) -> dict[tuple[int, ...], Waits]:
-    """By the ranks of a group in the world, who waited for whom; groups of one rank left out.
-    Processes that had the same rank one after another count together."""
+    """Returns who waited for whom, by the ranks of a group in the world; groups of one rank left
+    out. Processes that had the same rank one after another count together."""
     waits: dict[tuple[int, ...], Waits] = {}
     for told in found.values():
         for group in told["groups"]:

@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """What the file tells (`weft.stats`), by its name and that of the process. OSError;
-    ValueError: it tells something else."""
+    """Returns what the file tells (`weft.stats`), by its name and that of the process. Raises
+    OSError; ValueError if it tells something else."""
     with file.open("rb") as opened:
         content = opened.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:

@@ -41,7 +41,7 @@ def get_num_rdma_alignment() -> int:
 
 
 def get_num_tma_alignment() -> int:
-    """The same of what a bulk copy of a GPU moves."""
+    """Bytes that a bulk copy of a GPU moves a multiple of. Callers plan with it; Weft needs 16."""
     return 32
 
 

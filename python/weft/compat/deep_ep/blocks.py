@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a low-latency dispatch returns: a block of rows for each expert, as its format has them."""
+"""Results of a low-latency dispatch: a block of rows for each expert, as its format has them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def dispatch_blocks(
 
 
 def as_blocks(outputs: tuple[Tensor | None, ...]) -> Blocks:
-    """What `Exchange.dispatch_blocks` returns beside the plan."""
+    """Returns as `Blocks` what `Exchange.dispatch_blocks` returns beside the plan."""
     rows, weights, scales, _, sources, counts = outputs
     if scales is not None and scales.dtype == torch.uint8:  # exponents of NVFP4
         scales = scales.view(torch.int8)

@@ -452,11 +452,11 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         return None if self.runtime is None else self.runtime.exchanges
 
     def reset_rdma_buffer(self) -> None:
-        """Of UCCL's `deep_ep`. Nothing: Weft has no RDMA buffer that a caller must clear."""
+        """Does nothing, for UCCL's `deep_ep`: Weft has no RDMA buffer that a caller must clear."""
         self._runtime()
 
     def connect_atomic_buffer(self, proxy: Any) -> None:
-        """Likewise: Weft has no proxies."""
+        """Does nothing, for UCCL's `deep_ep`: Weft has no proxies."""
         self._runtime()
 
     def _runtime(self) -> Runtime:
@@ -480,7 +480,8 @@ class Buffer(CallsAtOnce, LowLatencyMode):
 def _meet(
     ranks: Group, store: dist.Store, name: str, mask: RankMask, seconds: float
 ) -> Group | None:
-    """As for `ExchangePool`, by a store of these ranks; who does not come is masked."""
+    """Returns the group of the ranks that come within `seconds`, by a store of these ranks, and
+    masks the others; None if all come. PeerError on a rank that comes later."""
     came = comers(store, name, ranks.rank, ranks.num_ranks, seconds)
     if len(came) == ranks.num_ranks:
         return None
@@ -492,7 +493,7 @@ def _meet(
 
 
 class _Routing(NamedTuple):
-    """Where the tokens of a new plan go: by top-k, or without it by the layout."""
+    """Destinations of the tokens of a new plan: by top-k, or without it by the layout."""
 
     topk_idx: Tensor | None
     topk_weights: Tensor | None

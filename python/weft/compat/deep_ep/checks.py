@@ -18,7 +18,7 @@ MAX_TOPK = _core.MAX_TOPK  # most routes of a token
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # rows that combine can sum
 INTEGERS = (torch.int64, torch.int32)
 
-# What every call asks is asked in the core, which has the words for tensors from `check_tensor`.
+# Checks of every call are in the core, which has the words for tensors from `check_tensor`.
 check_routing = _core.check_routing
 check_experts = _core.check_experts
 check_layout = _core.check_layout
@@ -27,7 +27,7 @@ Dtypes = torch.dtype | tuple[torch.dtype, ...] | None
 
 
 class NotInWeft(Unsupported, NotImplementedError):
-    """What another library can do and Weft cannot."""
+    """A request that another library can serve and Weft cannot."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, "unsupported")
@@ -76,7 +76,7 @@ def check_tensor(what: str, tensor: Any, dtypes: Dtypes, shape: Sequence[int | s
 
 
 def check_optional(what: str, tensor: Any, *wanted: Any) -> None:
-    """The same unless it is None."""
+    """Checks like `check_tensor`, unless the tensor is None."""
     if tensor is not None:
         check_tensor(what, tensor, *wanted)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `deep_ep.comm` has: ranks that meet, the process's communication stream, communicators."""
+"""Counterpart of `deep_ep.comm`: ranks that meet, the communication stream, communicators."""
 
 from __future__ import annotations
 
@@ -45,14 +45,15 @@ def barrier(
 
 
 def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
-    """As `utils.envs` has it."""
+    """Returns what `utils.envs.get_physical_domain_size` returns."""
     return envs.get_physical_domain_size(group_or_buffer)
 
 
 def get_logical_domain_size(
     group_or_buffer: Any, allow_hybrid_mode: bool | None = None
 ) -> tuple[int, int]:
-    """As `utils.envs` has it. None: with hybrid mode, or as the buffer says."""
+    """Returns what `utils.envs.get_logical_domain_size` returns. None: with hybrid mode, or as the
+    buffer says."""
     return envs.get_logical_domain_size(group_or_buffer, allow_hybrid_mode in (None, True))
 
 

@@ -79,7 +79,7 @@ class Config:
         return max(round_up(size, _ALIGNMENT), _ALIGNMENT)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """The same for ranks of other hosts: 0 for up to 8 ranks."""
+        """Bytes, like `get_nvl_buffer_size_hint`, for ranks of other hosts: 0 for up to 8 ranks."""
         if num_ranks <= _DOMAIN_RANKS:
             return 0
         row = hidden_bytes + _ROW_META_BYTES + 16

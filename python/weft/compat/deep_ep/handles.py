@@ -269,8 +269,8 @@ class LowLatencyHandle(PlanHandle):
         self.stride = sources.size(1)  # of blocks
 
     def has_order_of(self, topk_idx: Tensor) -> bool:
-        """Whether these are in the memory that the dispatch was given: then no slot moves, and the
-        call refuses what has changed there."""
+        """Returns whether these are in the memory that the dispatch was given: then no slot moves,
+        and the call refuses what has changed there."""
         own = self.topk_idx
         if own is topk_idx:
             return True
@@ -289,7 +289,7 @@ class LowLatencyHandle(PlanHandle):
         return self.order
 
     def rows_to_combine(self, use_logfmt: bool) -> Tensor:
-        """Those in the caller's hands for zero_copy."""
+        """Returns the rows in the caller's hands for zero_copy."""
         check(not use_logfmt, "use_logfmt beside zero_copy (one of the two)")
         check(
             self.combine_rows is not None,

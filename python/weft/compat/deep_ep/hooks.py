@@ -53,7 +53,7 @@ class Receive:
         self._is_done = True
 
     def ahead(self) -> None:
-        """The same before the next call, on the stream of that."""
+        """Runs it before the next call, on that call's stream, unless it has run."""
         if not self._is_done:
             self.run()
             self._event = EventHandle()
@@ -87,7 +87,7 @@ class Hook:
 
 
 class LastHooks:
-    """Those of a buffer's last two low-latency calls; None where a call has returned none."""
+    """Hooks of a buffer's last two low-latency calls; None where a call has returned none."""
 
     def __init__(self) -> None:
         self._before: Hook | None = None
@@ -95,7 +95,7 @@ class LastHooks:
 
     @property
     def are_over(self) -> bool:
-        """Whether there is nothing to `check` or to `receive`: all were called."""
+        """True if there is nothing to `check` or to `receive`: all were called."""
         last, before = self._last, self._before
         return (last is None or last.was_called) and (before is None or before.was_called)
 

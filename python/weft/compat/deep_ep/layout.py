@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks share a host ("RDMA ranks") or an NVLink domain, and which tokens go where, in
-whatever form callers say it."""
+"""Ranks that share a host ("RDMA ranks") or an NVLink domain, and destinations of tokens, in
+whatever form callers give them."""
 
 import warnings
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def ranks_per_domain(group: Group) -> int:
 
 
 class Layout(NamedTuple):
-    """What `get_dispatch_layout` returns, less the event."""
+    """Counts and flags that `get_dispatch_layout` returns, without the event."""
 
     num_tokens_per_rank: Tensor  # int32 [R]
     num_tokens_per_rdma_rank: Tensor | None  # int32 [hosts], None for one host

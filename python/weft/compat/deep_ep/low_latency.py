@@ -32,7 +32,7 @@ from .runtime import Call, ExchangePool, NoGradients, Runtime
 from .steps import Steps
 from .utils.event import EventHandle, EventOverlap
 
-# What all ranks call, as for `Exchange.refuse`, until the stride is known.
+# Options of the call that all ranks make, as for `Exchange.refuse`, until the stride is known.
 _WANTS = {"layout": "expert_strided", "expert_stride": 1}
 
 
@@ -131,7 +131,7 @@ class LowLatencyMode:
             exchange = call.plans(key, num_max, topk, with_masks=True, **wants)
             lost, steps = self._pool.lost, Steps.of(exchange)
             is_async = async_finish or return_recv_hook
-            # Where more is to be done with what has come than one launch does, it does it at once.
+            # Rows that more than one launch works on are received at once, not by the hook.
             is_later = return_recv_hook and topk_weights is None and not self._mask.has_any
             is_later = is_later and (stats is None or stats.is_contiguous())
             with stream.call(device, tensors, async_finish=is_async) as work:
@@ -230,7 +230,7 @@ class LowLatencyMode:
         return_recv_hook: bool,
         plan: Plan | None = None,
     ) -> bool:
-        """Whether a call has nothing to do but what the core does. plan: of a combine."""
+        """Returns whether the core alone makes this call. plan: of a combine."""
         mask = self._mask
         is_of_all = not (mask.has_any or mask.renumbers)
         if self.enable_shrink and is_of_all:
@@ -369,7 +369,8 @@ class LowLatencyMode:
         async_finish: bool,
         return_recv_hook: bool,
     ) -> tuple[Tensor, EventOverlap, Hook | None] | None:
-        """The same of `low_latency_combine` as `_dispatch_at_once`. beside: what is more to it."""
+        """`low_latency_combine` as it mostly is: one call of the core. None as for
+        `_dispatch_at_once`. beside: options that this way does not have."""
         told = _core.num_told()
         try:
             if any(beside) or not tensors[4] is handle.order is None:
@@ -540,7 +541,7 @@ def _cleared(out: Tensor | None, topk_idx: Tensor, hidden: int) -> Tensor:
 
 
 def _receive_of(plan: Plan, waits: Tensor | None, stream: CommStream) -> Receive | None:
-    """What the call by the plan has left to its hook, if anything; see `Receive`."""
+    """Returns what the call by the plan has left to its hook, None if nothing; see `Receive`."""
     return Receive(plan, waits, stream) if plan.exchange.is_open(plan) else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks the low-latency calls of a buffer leave out."""
+"""Ranks that the low-latency calls of a buffer leave out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RankMask:
         self.ranks, self.renumbers = ranks, True
 
     def lose(self, places: Iterable[int]) -> None:
-        """By their numbers in calls."""
+        """Masks ranks that are lost, given by their numbers in calls."""
         for place in places:
             rank = place if self.ranks is None else self.ranks[place]
             self._lost.add(rank)

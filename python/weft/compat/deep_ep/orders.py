@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows num_experts in a low-latency dispatch, in the orders that callers give it in."""
+"""Arguments after num_experts of a low-latency dispatch, in the orders that callers give them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _HYBRID_ORDER = (
 
 
 def in_any_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
-    """What follows num_experts by position may be in the order of `dispatch`, which is that of
-    sgl-deep-ep, in V1's or in that of the hybrid-ep branch."""
+    """Returns a `dispatch` in which what follows num_experts by position may be in its own order,
+    which is that of sgl-deep-ep, in V1's or in that of the hybrid-ep branch."""
     parameters = inspect.signature(dispatch).parameters.values()
     places = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
     sgl_order = tuple(places[places.index("num_experts") + 1 :])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels: rows as callers give them, and what a receiver wants to know of each row. The calls
-of all buffers send and bring back by it.
+"""Payload of calls: rows as callers give them, and what a receiver wants to know of each row. The
+calls of all buffers send and bring back by it.
 
 Rows that nobody computes with travel as bytes. The factors of a row travel beside it, together
 with whatever else the receiver wants to know of the row.
@@ -30,7 +30,7 @@ _SCALES = (torch.float32, torch.int32)
 
 
 class Received(NamedTuple):
-    """What `Payload.send` returns. x: a tuple if a tuple was sent."""
+    """Result of `Payload.send`. x: a tuple if a tuple was sent."""
 
     plan: Plan
     x: Rows

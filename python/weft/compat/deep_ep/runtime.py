@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a buffer runs on: the ranks, their exchanges and a communication stream; and `Call`, which
+"""Runtime of a buffer: the ranks, their exchanges and a communication stream; and `Call`, which
 lets all ranks hear of what one refuses."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def timeout_of(seconds: float | None = None, usual: float = TIMEOUT) -> float:
 
 
 Key = tuple[int, int, torch.device]  # of an exchange: hidden size, number of experts, device
-# The same, whether it goes on without lost ranks, and whether it is for calls of few tokens.
+# A key, whether it goes on without lost ranks, and whether it is for calls of few tokens.
 _Kind = tuple[int, int, torch.device, bool, bool]
 
 
@@ -73,7 +73,7 @@ class ExchangePool:
         them, among GPUs of one host, for calls `with_masks` only, as `Steps` explains."""
         self.group = group
         self.last: Exchange | None = None  # that a call was made on
-        # What `get` gave the last `Call` that plans, by its with_masks.
+        # Exchange that `get` gave the last `Call` that plans, by its with_masks.
         self.planned: dict[bool, Exchange] = {}
         self.lost: tuple[int, ...] = ()  # the same on all ranks that are left
         self.lost_on_gpus: tuple[int, ...] = ()  # of these
@@ -172,8 +172,8 @@ class ExchangePool:
 
     @staticmethod
     def _is_apart(device: torch.device, goes_on: bool, with_masks: bool) -> bool:
-        """Whether a call is made on an exchange for few tokens only. On CPUs one that goes on
-        serves all calls: after a loss no other can be made."""
+        """Returns whether a call is made on an exchange for few tokens only. On CPUs one that goes
+        on serves all calls: after a loss no other can be made."""
         return with_masks and not (goes_on and device.type == "cpu")
 
     @staticmethod
@@ -221,18 +221,18 @@ class ExchangePool:
             self.group, self._is_part = part, True
 
     def can_lose(self, device: torch.device, with_masks: bool = True) -> bool:
-        """Whether calls there go on without lost ranks."""
+        """Returns whether calls on that device go on without lost ranks."""
         return self._on_loss is not None and (with_masks or device.type == "cpu")
 
     def is_in_step(self, exchange: Exchange, plan: Plan | None = None) -> bool:
-        """Whether a call on GPUs, by a plan if that is given, goes on without lost ranks and is
-        made as if none were."""
+        """Returns whether a call on GPUs, by a plan if that is given, goes on without lost ranks
+        and is made as if none were lost."""
         steps = Steps.of(exchange)
         is_it = steps.behind == 0 and exchange in self.going_on_gpus()
         return is_it and (plan is None or steps.has(plan))
 
     def going_on_gpus(self) -> list[Exchange]:
-        """Those that go on, none inside of a capture."""
+        """Exchanges on GPUs that go on without lost ranks; none inside of a capture."""
         found = [exchange for exchange in self._going_on() if exchange.gpu >= 0]
         return [] if found and torch.cuda.is_current_stream_capturing() else found
 
@@ -241,7 +241,7 @@ class ExchangePool:
         return [exchange for kind, exchange in self._exchanges.items() if kind[3]]
 
     def _loss_options(self, device: torch.device, steps: Steps) -> dict[str, Any]:
-        """Of an exchange there that goes on."""
+        """Returns the options of an exchange on that device that goes on without lost ranks."""
         is_on_gpu = device.type == "cuda"
         kept = weakref.WeakMethod(self._hear)  # memory goes with the pool, which no circle keeps
 
@@ -264,7 +264,7 @@ class ExchangePool:
 
     @property
     def loses_ranks(self) -> bool:
-        """Whether there is an exchange that goes on without ranks that are lost."""
+        """True if there is an exchange that goes on without ranks that are lost."""
         return bool(self._going_on())
 
     def mask(self, ranks: Iterable[int]) -> bool:
@@ -351,7 +351,8 @@ class Call:
         self.options = options
 
     def is_for(self, x: Any, num_experts: Any, room: Any = 0, with_masks: bool = False) -> None:
-        """What the call was given, before it is checked; see `ExchangePool.likely`."""
+        """Finds the exchange by what the call was given, before that is checked; see
+        `ExchangePool.likely`."""
         if self._pool is not None:
             self.exchange = self._pool.likely(x, num_experts, room, with_masks)
             row = x[0] if isinstance(x, tuple) and x else x
@@ -421,7 +422,7 @@ class Call:
         return f"{self._name}: {names}: " if names else ""
 
 
-# By call, what of an exchange must be equal on all ranks under another name.
+# Names, by call, of what must be equal on all ranks and has another name in an exchange.
 _LL_MOST = "num_max_dispatch_tokens_per_rank"
 _EXPERTS = "num_of_experts or num_of_experts_per_rank"
 _SIZES = "(hidden size, num_experts)"  # one rank announces another exchange, or one with more room
@@ -449,10 +450,10 @@ def found_at_once(
     by: Any = None,
     **options: Any,
 ) -> None:
-    """What a call has met that was to be one of the core, and began when `_core.num_told` was
-    `told`. It is raised if the other ranks know of the call, or have to hear of an interrupt; else
-    nothing has begun, and the call goes on in steps. name, verb, options: as for `Call`. by: what
-    it was given as a handle, or the exchange that it was for, None if that is unknown."""
+    """Raises the error of a call that was to be one of the core, and began when `_core.num_told`
+    was `told`, if the other ranks know of the call, or have to hear of an interrupt; else nothing
+    has begun, and the call goes on in steps. name, verb, options: as for `Call`. by: what it was
+    given as a handle, or the exchange that it was for, None if that is unknown."""
     if isinstance(error, Exception) and _core.num_told() == told:
         return
     with Call(name, pool, verb, told, **options) as call:
@@ -505,7 +506,7 @@ class Runtime:
         on_loss: Callable[[Iterable[int]], None] | None = None,
         meet: Callable[[float], Group | None] | None = None,
     ) -> None:
-        """As for `ExchangePool`."""
+        """Takes what `ExchangePool` takes."""
         self.group = group
         self.hosts = Hosts(group.domains, group.rank)
         self.exchanges = ExchangePool(group, timeout, on_loss, meet)
@@ -523,7 +524,7 @@ class Runtime:
         return self.hosts.here
 
     def is_internode_available(self) -> bool:
-        """Whether the ranks are on several hosts."""
+        """Returns whether the ranks are on several hosts."""
         return self.hosts.are_several
 
     def get_local_device_id(self) -> int:

@@ -27,7 +27,7 @@ _Brought = TypeVar("_Brought")
 
 
 class Steps:
-    """Of the calls of one exchange on this rank."""
+    """Counts of one exchange on this rank: losses of ranks, and calls that are to be left out."""
 
     def __init__(self) -> None:
         self.era = 0  # how often ranks were lost
@@ -52,7 +52,7 @@ class Steps:
         self.era += 1
 
     def has(self, plan: Plan | SkippedPlan) -> bool:
-        """Whether calls can be made by it: nobody was lost since."""
+        """Returns whether calls can be made by the plan: no rank was lost since."""
         return plan.era == self.era and plan.core is not None
 
     @property
@@ -61,7 +61,7 @@ class Steps:
         return sum(left for _, left in self._left)
 
     def _leave_out(self, num_calls: int) -> int:
-        """Of those. Returns their era."""
+        """Takes num_calls off the calls that `behind` counts. Returns their era."""
         era, left = self._left.pop(0)
         if left > num_calls:
             self._left.insert(0, (era, left - num_calls))
@@ -96,7 +96,7 @@ class Steps:
                 return call()
             except RanksLost:
                 continue
-        # Where the furthest rank was, it made those by plans of that era.
+        # The furthest rank made those calls by plans of that era.
         if self._left and self._left[0][0] == plan.era:
             self._leave_out(1)
         return skipped()

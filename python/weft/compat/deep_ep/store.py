@@ -88,7 +88,7 @@ class StoreRanks:
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 raise self._absent(what, missing, patience) from error
             blocks.append(self._store.get(key))
-        # Whoever has come here has read the round before; some stores cannot delete.
+        # All ranks that have come here have read the round before; some stores cannot delete.
         with contextlib.suppress(RuntimeError, NotImplementedError):
             self._store.delete_key(self._key(self._round - 1, self._rank))
         return blocks

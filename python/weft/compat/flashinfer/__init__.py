@@ -18,7 +18,7 @@ from .handles import FleetHandle, RowsHandle
 
 __all__ = ["Communication", "Fleet", "FleetHandle", "RowsHandle", "register"]
 
-# Where the classes of a plug-in have been.
+# Modules that have had the classes of a plug-in.
 _MODULES = ("flashinfer.moe_ep", "flashinfer.moe_ep.core.comm.communication")
 _AGREEMENT = "flashinfer.moe_ep.core.comm.fault_tolerance"
 

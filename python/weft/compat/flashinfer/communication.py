@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `register` makes a communication back end of.
+"""Base of the communication back end that `register` makes.
 
 Rows arrive one for each token on a rank, by source rank and token; those that carry no token
 follow, whose ids are all `params.invalid_expert_id`. A weight whose expert is another rank's is 0.

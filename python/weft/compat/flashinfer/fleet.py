@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `register` makes a fleet of: ranks that find each other, come and go as those of
+"""Base of the fleet that `register` makes: ranks that find each other, come and go as those of
 `nixl_ep.Buffer`. handles.py has its calls."""
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class Fleet:
 
     @property
     def sizes(self) -> Sizes:
-        """Of calls that send rows."""
+        """Sizes of calls that send rows."""
         params = self.params
         sizes = (params.max_tokens_per_rank, params.num_experts, params.token_hidden_size)
         return Sizes(self._bootstrap.world_size, *sizes)
@@ -167,7 +167,7 @@ class Fleet:
         return [int(one == 0) for one in self._status()[: self._bootstrap.world_size]]
 
     def _status(self) -> list[int]:
-        """Of `query_mask_buffer`."""
+        """Returns what `query_mask_buffer` says of each rank."""
         status = torch.empty(self.capacity, dtype=torch.int32, device="cpu")
         self.buffer.query_mask_buffer(status)
         return status.tolist()

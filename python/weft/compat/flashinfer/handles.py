@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `register` makes the handles of a fleet of: by each goes a dispatch and its combine."""
+"""Bases of the handles of a fleet that `register` makes: each is for a dispatch and its combine."""
 
 from __future__ import annotations
 
@@ -129,5 +129,5 @@ class RowsHandle(FleetHandle):
 
 
 def by_name(knobs: Sequence[Any]) -> dict[str, Any]:
-    """By the names of their classes, of which the last one counts."""
+    """Returns the knobs by the names of their classes; the last one of a class counts."""
     return {type(knob).__name__: knob for knob in knobs}

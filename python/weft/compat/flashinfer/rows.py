@@ -17,7 +17,7 @@ from weft.outputs import SkippedPlan
 
 
 class Sizes(NamedTuple):
-    """Of the calls of a fleet, the same on all ranks."""
+    """Sizes of the calls of a fleet, the same on all ranks."""
 
     num_ranks: int  # R, ranks that are masked included
     most: int  # tokens of a rank
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 
 class ReceivedRows(NamedTuple):
-    """What `dispatch_rows` returns; what it is combined with has its rows in the same places."""
+    """Result of `dispatch_rows`; the rows that are combined with it lie in the same places."""
 
     x: Tensor  # [R * most, columns of what was sent]
     experts: Tensor  # int64 [R * most, K]: this rank's, from 0; -1 for any other, none and no row
@@ -105,7 +105,7 @@ class RowsBuffer(Buffer):
         raise NotImplementedError
 
     def _num_targets(self, num_ranks: int, sizes: Sizes) -> int:
-        """What a plan calls experts, for so many ranks of a call."""
+        """Returns the number of targets that a plan calls experts, for so many ranks of a call."""
         raise NotImplementedError
 
     def _send(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs ask MoonEP's extension before they make a buffer; its memory is not here."""
+"""Part of MoonEP's extension that programs ask before they make a buffer; it has no memory here."""
 
 __all__ = ["nvl_multicast_supported"]
 

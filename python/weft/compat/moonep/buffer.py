@@ -30,8 +30,8 @@ __all__ = ["Buffer", "BufferPlan"]
 
 
 class BufferPlan:
-    """What `dispatch` returns for the calls after it. experts_to_copy int32 [ranks, B]: the expert
-    in each slot, -1: none."""
+    """Plan that `dispatch` returns for the calls after it. experts_to_copy int32 [ranks, B]: the
+    expert in each slot, -1: none."""
 
     def __init__(self, plan: Plan, planned: PlannedBalance) -> None:
         self.plan = plan

@@ -73,7 +73,7 @@ class Buffer(DeepEPBuffer):
         check_least("Buffer: rank", rank, 0)
         self.rank = rank
         self.low_latency_mode = low_latency_mode
-        # Whether calls may go on without ranks that are lost; set before ranks are connected.
+        # True if calls may go on without ranks that are lost; set before ranks are connected.
         self.goes_on: bool = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.timeout_ms = timeout_ms
@@ -256,7 +256,7 @@ class Buffer(DeepEPBuffer):
         *args: Any,
         **more: Any,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Of the ranks of the dispatch; those that are masked since are skipped."""
+        """Combines among the ranks of the dispatch; those that are masked since are skipped."""
         if not isinstance(handle, NixlHandle):  # which is refused
             return super().low_latency_combine(x, topk_idx, topk_weights, handle, *args, **more)
         masked = frozenset(set(handle.ranks) - set(self._call_ranks()))
@@ -338,7 +338,7 @@ class Buffer(DeepEPBuffer):
             self._check_alive()
             self._masked &= self._lost
 
-    # What they are called in the class that this one is made of.
+    # Their names in the class that this one is made of.
     low_latency_update_mask_buffer = update_mask_buffer
     low_latency_query_mask_buffer = query_mask_buffer
     low_latency_clean_mask_buffer = clean_mask_buffer
@@ -363,7 +363,7 @@ class Buffer(DeepEPBuffer):
         check(not self._is_destroyed, "the buffer was destroyed (make a new one)")
 
     def _check_connection(self, ranks: tuple[int, ...], activate: bool) -> None:
-        """Of `connect_ranks`, after which these are connected."""
+        """Checks the arguments of `connect_ranks`, after which these ranks are connected."""
         capacity, given = self.group_size, f"ranks {list(ranks)} of a capacity of {self.group_size}"
         check(
             ranks[0] >= 0 and ranks[-1] < capacity,
@@ -387,7 +387,7 @@ class Buffer(DeepEPBuffer):
         return tuple(sorted(ranks))
 
     def _left_out(self, ranks: tuple[int, ...], runtime: Runtime) -> set[int]:
-        """Those that exchanges on GPUs do without and that have not come back."""
+        """Returns the lost ranks that exchanges on GPUs do without and that have not come back."""
         return self._lost.intersection(ranks[at] for at in runtime.exchanges.lost_on_gpus)
 
     def _mask_of(self, ranks: tuple[int, ...], without: frozenset[int] = frozenset()) -> CallRanks:

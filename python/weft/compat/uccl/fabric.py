@@ -44,7 +44,7 @@ def interface_of(wanted: str, present: Iterable[str]) -> str | None:
 
 
 def fabric_of(transport: str | None, cards: str | None, folder: Path) -> str | None:
-    """What `WEFT_FABRIC` is to be, None to leave the choice to Weft.
+    """Returns the value for `WEFT_FABRIC`, None to leave the choice to Weft.
 
     transport: a provider that Weft knows; any other word is no choice. cards: as for
     `interface_of`, a port after ':' is cut off. Of several, those of the first one's driver count,
@@ -77,7 +77,7 @@ def _cards_of(wanted: str, folder: Path) -> list[str]:
 
 
 def _read(wanted: str) -> tuple[bool, bool, tuple[str, ...]]:
-    """Whether what is listed is left out, whether it is whole names, and the list."""
+    """Returns whether the listed names are left out, whether they are whole names, and the list."""
     rest = wanted.removeprefix("^")
     listed = tuple(one for one in rest.removeprefix("=").split(",") if one)
     return rest != wanted, rest.startswith("="), listed

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ElasticBuffer` and `EPBuffer` have in common: the life of a buffer, what it says of its
-ranks, and how rows reach their experts."""
+"""Common parts of `ElasticBuffer` and `EPBuffer`: the life of a buffer, what it says of its ranks,
+and how rows reach their experts."""
 
 from typing import Any
 
@@ -115,7 +115,7 @@ class BufferBase:
     def _ranks_of_model(
         self, num_experts: int, num_topk: int, num_scaleout_topk: int
     ) -> model.Ranks:
-        """Of `get_theoretical_num_sms`, once its arguments are checked."""
+        """Returns the ranks for `get_theoretical_num_sms`, once its arguments are checked."""
         name = "get_theoretical_num_sms"
         check(
             num_scaleout_topk == 0, f"{name}: num_scaleout_topk = {num_scaleout_topk} (expected 0)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ElasticBuffer.dispatch` in buffer.py returns, for combine and for dispatching again."""
+"""Handle of `ElasticBuffer.dispatch` in buffer.py, for combine and for dispatching again."""
 
 import dataclasses
 import functools

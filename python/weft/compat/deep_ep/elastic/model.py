@@ -51,8 +51,8 @@ def expected_groups(num_experts: int, num_topk: int, num_groups: int) -> float:
 
 
 class Traffic(NamedTuple):
-    """Of a dispatch, in units of the rows that a rank receives. rows: the rate at which the slower
-    of network and NVLink carries them; infinite where nothing travels."""
+    """Traffic of a dispatch, in units of the rows that a rank receives. rows: the rate at which the
+    slower of network and NVLink carries them; infinite where nothing travels."""
 
     read: float
     write: float
@@ -110,8 +110,9 @@ def theoretical_num_sms_of_both(
     device_sms: int,
     prefer_overlap_with_compute: bool,
 ) -> int:
-    """The same for dispatch and combine, which reads what dispatch writes, save what stays over
-    NVLink. A multiple of 4, or the largest even number that the device has."""
+    """SMs that keep the slower of network and NVLink busy in dispatch and in combine, which reads
+    what dispatch writes, save what stays over NVLink. A multiple of 4, or the largest even number
+    that the device has."""
     read, write, nvlink, rows = traffic_of(num_experts, num_topk, ranks, rates)
     needed = float(device_sms)
     if rows < math.inf:
@@ -132,7 +133,7 @@ def buffer_bytes(
     use_fp8_dispatch: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """What such a buffer may hold at once: rows from every rank, and those that come back."""
+    """Bytes that `ElasticBuffer` may hold at once: rows from every rank, and those that return."""
     group = GROUP if use_fp8_dispatch else None
     received, returned = _bytes_of_token(
         num_ranks, hidden, num_topk, group, allow_multiple_reduction
@@ -148,7 +149,7 @@ def larger_call_bytes(
     use_fp8_dispatch: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """What `EPBuffer` may hold at once: rows from every rank, or those that come back."""
+    """Bytes that `EPBuffer` may hold at once: rows from every rank, or those that return."""
     group = 32 if use_fp8_dispatch else None
     either = _bytes_of_token(num_ranks, hidden, num_topk, group, allow_multiple_reduction)
     return round_up(num_max_tokens_per_rank * max(either), ALIGNMENT)
@@ -193,7 +194,7 @@ def allocated_qps(hybrid: bool) -> int:
 
 
 def has_fast_atomics(nic: str | None = None) -> bool:
-    """Of a network card."""
+    """Returns whether `deep_ep` would count on fast atomics of a network card."""
     return _nic_file("hca_type", nic).strip() == _FAST_ATOMIC_NIC
 
 

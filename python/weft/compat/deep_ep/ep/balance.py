@@ -34,7 +34,7 @@ _GRADIENT_BYTES = 32  # that one of an expert is a multiple of
 
 
 def check_weights(redundant: tuple[Tensor, ...], own: tuple[Tensor, ...], num_slots: int) -> None:
-    """Of slots and of experts: as many tensors, which belong together."""
+    """Checks that slots and experts have equally many tensors, which belong together."""
     check(
         len(redundant) == len(own) and 1 <= len(own) <= MAX_TENSORS,
         f"{len(redundant)} redundant_expert_weights and {len(own)} expert_weights (expected as "
@@ -84,8 +84,8 @@ def carry_by(
     of: Any = None,
     domain: range | None = None,
 ) -> Carry:
-    """By exchanges of `call`. Ranks that have different mappings, or another `of`, raise. domain:
-    the ranks whose mapping it is, if not all."""
+    """Returns a `Carry` by exchanges of `call`. Ranks that have different mappings, or another
+    `of`, raise. domain: the ranks whose mapping it is, if not all."""
     most = mapping.numel()  # blocks that any rank sends
     slots = mapping.tolist()
     said = (name, slots if domain is None else list(mapping.shape), of)

@@ -109,7 +109,7 @@ class EPBuffer(ExpertCopies, BufferBase):
 
     @property
     def main_context(self) -> Any:
-        """What calls run on; None after `destroy`."""
+        """Runtime that calls run on; None after `destroy`."""
         return self.context
 
     def destroy(self) -> None:
@@ -198,8 +198,8 @@ class EPBuffer(ExpertCopies, BufferBase):
     def _check_arguments(
         self, num_sms: int, num_qps: int, previous_event: Any, *flags: bool
     ) -> int:
-        """Of dispatch and combine; flags: allocate_on_comm_stream, async_with_compute_stream,
-        defer_epilogue. Returns num_sms as an even number."""
+        """Checks arguments of dispatch and combine. flags: allocate_on_comm_stream,
+        async_with_compute_stream, defer_epilogue. Returns num_sms as an even number."""
         allocates, is_async, is_deferred = flags
         check(
             num_qps <= self.num_allocated_qps,
@@ -314,7 +314,7 @@ class EPBuffer(ExpertCopies, BufferBase):
         return *result, event_of(work)
 
     def _places_per_token(self, topk: int, do_expand: bool) -> int:
-        """In the plan by which rows return: see `Places`."""
+        """Number of a token's places in the plan by which rows return: see `Places`."""
         is_by_choice = do_expand and not self.allow_multiple_reduction
         return topk if is_by_choice else min(topk, self.num_ranks)
 
@@ -444,7 +444,8 @@ def _check_weights(topk_weights: Tensor | None, x: Tensor, handle: EPBufferHandl
 def _by_place(
     x: Tensor, topk_weights: Tensor | None, handle: EPBufferHandle
 ) -> tuple[Tensor, Tensor | None]:
-    """What returns: with do_expand one row for each token, or as many as dispatch made."""
+    """Returns what travels back, x and its weights: with do_expand one row for each token, or as
+    many as dispatch made."""
     if not handle.do_expand:
         return x, topk_weights
     if handle.returns.plan.layout == "rank_major":
@@ -479,7 +480,7 @@ def _finish(
 
 
 def _handed_on(result: tuple) -> tuple:
-    """What dispatch returns, to whoever uses the current stream."""
+    """Returns the result of dispatch, made known to the current stream."""
     tensors = [one for one in (*parts_of(result[0]), *result[1:3]) if one is not None]
     if tensors[0].is_cuda:
         known_to(tensors, torch.cuda.current_stream(tensors[0].device))

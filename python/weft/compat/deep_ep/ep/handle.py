@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `EPBuffer.dispatch` in buffer.py returns, for combine and for dispatching again."""
+"""Handle of `EPBuffer.dispatch` in buffer.py, for combine and for dispatching again."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ class EPBufferHandle(EPHandle):
         return sums.rounded(x.dtype)
 
     def weights_of_rows(self, weights: Tensor) -> Tensor:
-        """The same of weights [rows] -> [N, K], 0 where a choice is another rank's."""
+        """With do_expand: weights [rows] -> [N, K] by choice, 0 for a choice of another rank's."""
         _, table = self.lines
         return functional.pad(self.fitted(weights), (0, 1))[table]  # -1 is the last one
 
     def fitted(self, rows: Tensor) -> Tensor:
-        """Of as many rows as dispatch made: what is more or less belongs to no token."""
+        """Pads or cuts the rows to as many as dispatch made: the difference belongs to no token."""
         more = self.plan.num_rows - rows.size(0)
         return functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, more)) if more else rows
 

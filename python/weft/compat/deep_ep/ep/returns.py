@@ -63,7 +63,7 @@ class Stage:
 
 
 class Places(NamedTuple):
-    """Where rows of T tokens return to, D places each, in the order of the sum."""
+    """Places that rows of T tokens return to, D for each token, in the order of the sum."""
 
     routes: Tensor  # of the second plan: choices [T * D, K], or one choice each
     of_choice: Tensor  # int64 [T, K]

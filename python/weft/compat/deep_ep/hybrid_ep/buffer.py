@@ -425,7 +425,8 @@ class HybridEPBuffer:
         handle: PermuteHandle | None,
         pad_multiple: int | None,
     ) -> tuple | None:
-        """The same of `combine_with_unpermute` as `_dispatch_at_once`."""
+        """`combine_with_unpermute` as it mostly is: one call of the core. None as for
+        `_dispatch_at_once`."""
         name, told = "combine_with_unpermute", _core.num_told()
         try:
             _check_reuse(handle, None, pad_multiple)

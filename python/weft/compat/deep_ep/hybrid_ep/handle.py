@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `HybridEPBuffer.dispatch` and `dispatch_with_permute` return for later calls, and the
-settings of the buffer, which it carries.
+"""Handles that `HybridEPBuffer.dispatch` and `dispatch_with_permute` return for later calls, and
+the settings of the buffer, which they carry.
 
 Items that only the kernels of `deep_ep` can use are `PrivateItem`s, so that unpacking works and
 using one says why not.
@@ -23,7 +23,7 @@ from ..layout import scatter_columns
 
 @dataclasses.dataclass
 class HybridEPConfig:
-    """What a handle carries of the buffer's settings. SM and block counts: 0 = chosen by Weft."""
+    """Settings of the buffer that a handle carries. SM and block counts: 0 = chosen by Weft."""
 
     hidden_dim: int
     max_num_of_tokens_per_rank: int
@@ -70,7 +70,7 @@ class PrivateItem:
 
 
 class HybridEPHandle(PlanHandle):
-    """What both kinds of handles have."""
+    """Common part of both kinds of handles."""
 
     def __init__(self, plan: Plan, config: HybridEPConfig) -> None:
         super().__init__(plan)
@@ -102,7 +102,7 @@ class HybridEPHandle(PlanHandle):
 
 
 class PlainHandle(HybridEPHandle):
-    """What `dispatch` returns. Its rows are those of a rank_major plan."""
+    """Handle that `dispatch` returns. Its rows are those of a rank_major plan."""
 
     maker = "one of dispatch"
     items = (
@@ -132,7 +132,7 @@ class PlainHandle(HybridEPHandle):
 
 
 class PermuteHandle(HybridEPHandle):
-    """What `dispatch_with_permute` returns. Its rows are those of an expert_major plan.
+    """Handle that `dispatch_with_permute` returns. Its rows are those of an expert_major plan.
 
     Items 3, 4 and 6 (those about arrivals: tokens that reach this rank, once each) come from a
     copy of the plan on the host; on a GPU asking for one waits.

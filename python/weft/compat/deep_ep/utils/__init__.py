@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers import from `deep_ep.utils` and the modules below it. The exchanges need event.py
-only."""
+"""Names that callers import from `deep_ep.utils` and modules below. Exchanges need only
+event.py."""
 
 from . import envs, event, math, semantic, testing
 from .envs import check_nvlink_connections

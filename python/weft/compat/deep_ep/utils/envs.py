@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs ask `deep_ep` about ranks and links: setting them up, domains, rates."""
+"""Functions by which programs ask `deep_ep` about ranks and links: set-up, domains, rates."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def get_physical_domain_size(group: Any) -> tuple[int, int]:
 
 
 def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
-    """The same; one and all ranks without hybrid mode. A buffer knows its own mode."""
+    """Returns what `get_physical_domain_size` returns; one and all ranks without hybrid mode. A
+    buffer knows its own mode."""
     if hasattr(group, "get_logical_domain_size"):
         return group.get_logical_domain_size()
     return get_physical_domain_size(group) if allow_hybrid_mode else (1, group.size())
@@ -140,12 +141,12 @@ def check_torch_deterministic() -> None:
 
 
 def get_sm_read_gbs() -> float:
-    """What one SM reads."""
+    """The rate at which one SM reads."""
     return 180
 
 
 def get_sm_write_gbs() -> float:
-    """What one SM writes."""
+    """The rate at which one SM writes."""
     return 45
 
 
@@ -160,5 +161,5 @@ def get_rdma_gbs(nic_name: str | None = None) -> float:
 
 
 def check_fast_rdma_atomic_support(nic_name: str | None = None) -> bool:
-    """Whether `deep_ep` would count on fast atomics of that card."""
+    """Returns whether `deep_ep` would count on fast atomics of that card."""
     return model.has_fast_atomics(nic_name)

@@ -98,5 +98,6 @@ class EventOverlap:
 
 
 def event_of(call: StreamCall) -> EventOverlap:
-    """What a call returns: an event with async_finish, else one without anything to wait for."""
+    """Makes the event that a call returns: with async_finish its own, else one without anything to
+    wait for."""
     return EventOverlap(EventHandle.of(call.event) if call.async_finish else None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs written for `deep_ep` measure with."""
+"""Measurements for programs written for `deep_ep`."""
 
 import re
 import time

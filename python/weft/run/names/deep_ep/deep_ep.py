@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `import deep_ep` finds below `weft run`: this file gives its name to Weft's module."""
+"""Module that `import deep_ep` finds below `weft run`: it gives its name to Weft's module."""
 
 import weft.compat
 
