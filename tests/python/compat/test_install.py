@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from consumer_imports import STATEMENTS, ask_for_deep_ep
 
-from packages import DOWNLOADS
+from packages import DEEPSPEED, DOWNLOADS
 from weft import compat
 
 
@@ -82,7 +82,7 @@ assert importlib.util.find_spec("deep_ep") is None and importlib.util.find_spec(
 
 def test_programs_find_what_they_import(tmp_path):
     (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
-    names = ("deep_ep", "uccl", "nixl_ep", "transformer_engine.pytorch.ep")
+    names = ("deep_ep", "uccl", "moonep", "nixl_ep", "transformer_engine.pytorch.ep")
     head = ["import weft.compat", f"weft.compat.install({names})"]
     run("\n".join([*head, *STATEMENTS]), tmp_path)
 
@@ -135,6 +135,7 @@ def test_all_imports_of_packages_are_in_the_list():
     for package in ("megatron.core", "nemo_automodel"):
         for folder in find_spec(package).submodule_search_locations if find_spec(package) else ():
             sources += [file.read_text() for file in Path(folder).rglob("*.py")]
+    sources += [file.read_text() for file in DEEPSPEED.glob("deepspeed/**/*.py")]
     has_name = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in compat.NAMES)).search
     found = {line for one in filter(has_name, sources) for line in imports(one)}
     assert found <= set(STATEMENTS)
