@@ -141,7 +141,8 @@ def test_chosen_names_are_weft_and_others_are_not():
 
 
 def test_programs_find_what_they_import():
-    below = [line for line in STATEMENTS if "transformer_engine" not in line]
+    apart = ("moonep", "transformer_engine")  # it stands for these if it is told to
+    below = [line for line in STATEMENTS if not any(name in line for name in apart)]
     done = weft_run(*python(ask_for_deep_ep() + "\n".join(below)))
     assert done.returncode == 0, done.stderr
 
