@@ -135,7 +135,7 @@ def settings(folder, num_ranks, dispatcher):
             "backend": backend,
             "torch_dtype": "float32",
         },
-        "checkpoint": {"enabled": False},
+        "checkpoint": {"enabled": False, "checkpoint_dir": folder},
         "loss_fn": {"_target_": f"{components}.loss.masked_ce.MaskedCrossEntropy"},
         "dataset": {"_target_": f"{components}.{data}", "seq_len": 16, "num_samples": 1000},
         "dataloader": {
