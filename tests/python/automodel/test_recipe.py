@@ -31,6 +31,8 @@ BUFFERS = {"deepep": "_buffer", "hybridep": "_hybrid_ep_buffer"}  # of fused_a2a
 STEPS = 3
 SECONDS = 500.0  # that a call may take, which imports all of Automodel
 
+if not os.environ.get("CONSUMERS"):
+    pytest.skip("it takes minutes (make consumers runs it)", allow_module_level=True)
 if not HUGGING_FACE.exists():
     pytest.skip(f"no {HUGGING_FACE} (scripts/python makes it)", allow_module_level=True)
 if torch.cuda.is_available():
