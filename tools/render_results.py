@@ -46,6 +46,10 @@ RELAYS = {"replicas": ("replicas", 0), "relays": "mode", "rounds": ("rounds", 0)
 RELAYS |= {"of another domain, MB": ("busiest_crossing_bytes", 0, 1e-6), "p50 ms": ("us_p50", 1, 1e-3), "p99 ms": ("us_p99", 1, 1e-3)}
 PRODUCT = {"product": "product", "type": "dtype", "inner size": ("inner", 0), "outer size": ("outer", 0)}
 PRODUCT |= {"same bits from so many rows on": ("rows_from", 0), "at another place": "moves", "beside other experts' rows": "beside"}
+VLLM = {"way": "mode", "asked": "task", "prompts": ("prompts", 0), "same prompts": ("same_prompts", 0), "tokens": ("tokens", 0)}
+VLLM |= {"before they part": ("same_tokens", 0), "log-probabilities bit for bit": ("same_bits", 0), "largest difference": ("largest", 3)}
+VLLM |= {"near ties": ("near_ties", 0), "differences": ("differences", 0), "an engine late, s": ("late_s", 1)}
+VLLM |= {"prefill, tokens/s": ("prefill_tps", 0), "decode, tokens/s": ("decode_tps", 0), "beside a killed engine": "killed"}
 STEP = {"mode": "mode", "s/step": ("seconds", 4), "times faster": ("ratio", 2)}
 STEP |= {"exchange, % of step": ("exchange_of_step", 1, 100), "moving, % of step": ("moving_of_step", 1, 100)}
 STEP |= {"exposed, % of exchange": ("exposed_of_exchange", 1, 100), "% of step": ("exposed_of_step", 1, 100)}
@@ -149,6 +153,8 @@ def kind_of(row, run):
         return f"An expert of {row['expert_bytes'] / 1e6:,.0f} MB from one of {where}", RELAYS, row
     if row["op"] == "product_rows":
         return f"Rows of experts' products, alone and among others ({row['executor']}, torch {run['torch']})", PRODUCT, row
+    if row["op"] == "vllm":
+        return f"A whole vLLM on two GPUs, tokens against those of `{row['against']}`", VLLM, row
     if row["op"] in ("link", "signal"):  # between GPUs; moves no tokens
         return f"{row['ranks']} GPUs, {row['mode']}", CALL, row
     rival = row.get("rival", {"name": None, "us_p50": None})

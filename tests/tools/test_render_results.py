@@ -320,3 +320,15 @@ def test_shows_steps_and_exchanges_beside_computation(tmp_path):
     assert "| weft-overlap | 0.5000 | 1.25 | - | - | - | 1.50 | 20.0 |" in text
     assert "| weft | 0.5000 | 1.25 | 16.0 | 25.0 | 4.0 | 1.50 | 20.0 |" in text
     assert "| weft-overlap | 0.5000 | 1.50 | 17.0 | 9.0 | 25.0 | 4.0 | 1.50 | 20.0 |" in text
+
+
+def test_a_whole_vllm(tmp_path):
+    row = {"op": "vllm", "mode": "low-latency", "against": "default", "task": "greedy"}
+    row |= {"prompts": 48, "same_prompts": 47, "tokens": 3072, "same_tokens": 3000}
+    row |= {"same_bits": 2900, "largest": 0.125, "near_ties": 1, "differences": 0}
+    runs = {"vllm.2xgpu": GPU_RUN | {"rows": [row | {"decode_tps": 1234.5, "prefill_tps": None}]}}
+    text = rendered(make_tree(tmp_path, mark("results", "vllm.2xgpu"), runs))
+    assert "on two GPUs, tokens against those of `default`:" in text
+    assert lines_of(text, "| low") == [
+        "| low-latency | greedy | 48 | 47 | 3,072 | 3,000 | 2,900 | 0.125 | 1 | 0 | 1,234 |"
+    ]
