@@ -68,6 +68,8 @@ def split(folder: Path, out: Path, piece_bytes: int = PIECE_BYTES) -> None:
 
 
 def carry_vllm(weft: Path) -> None:
+    if "-cp312-" not in weft.name:
+        sys.exit(f"carry: {weft} is not for CPython 3.12 (scripts/wheel makes one)")
     site = CARRIED_VLLM.with_name("carry_vllm_site")
     for folder in (site, CARRIED_VLLM):
         shutil.rmtree(folder, ignore_errors=True)

@@ -120,7 +120,9 @@ def generated(model, environment, tmp_path_factory):
     """What engines without a server answer, by backend; the default one without Weft."""
     folder = tmp_path_factory.mktemp("answers")
     given = prompts()
-    task = {"name": "greedy", "prompts": [given[::2], given[1::2]], "tokens": 16}
+    task = {"name": "greedy", "prompts": [given[::2], given[1::2]], "tokens": 16, "best": 2}
+    late = task | {"name": "late", "pause": 3}
+    killed = task | {"name": "killed", "tokens": 180, "kill": 60}
     options = {"model": str(model), "enforce_eager": True, "max_model_len": 256}
     options |= {"max_num_seqs": 8, "enable_expert_parallel": True}
     known = {}
@@ -130,7 +132,8 @@ def generated(model, environment, tmp_path_factory):
             answers, report = folder / backend, folder / f"{backend}.json"
             plan = {"options": options | {"all2all_backend": backend}, "port": free_port()}
             written = folder / f"{backend}.plan"
-            written.write_text(json.dumps(plan | {"tasks": [task]}))
+            plan["tasks"] = [task, late, killed] if backend in BACKENDS else [task]
+            written.write_text(json.dumps(plan))
             program = [sys.executable, str(WHOLE / "engines.py"), str(written), str(answers)]
             command = weft_run(report, *program) if backend in BACKENDS else program
             log = folder / f"{backend}.log"
@@ -140,9 +143,9 @@ def generated(model, environment, tmp_path_factory):
                 )
             assert done.returncode == 0, log.read_text()[-6000:]
             if backend in BACKENDS:
-                check_calls(report, backend)
-            told = json.loads(answers.read_text())["greedy"]["answers"]
-            known[backend] = [told[at % 2][at // 2] for at in range(len(given))]
+                check_calls(report, backend, broken_off=NUM_LAYERS)
+                assert "weft.errors.PeerError: " in log.read_text()
+            known[backend] = json.loads(answers.read_text())
         return known[backend]
 
     return generate
@@ -151,7 +154,16 @@ def generated(model, environment, tmp_path_factory):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_and_log_probabilities(generated, backend):
     """Bit for bit: a token has two rows, whose sum does not depend on their order."""
-    assert generated(backend) == generated("allgather_reducescatter")
+    wanted = generated("allgather_reducescatter")["greedy"]["answers"]
+    assert generated(backend)["greedy"]["answers"] == wanted
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engine_stops_and_dies(generated, backend):
+    """Late answers are those in time, and an engine whose peer was killed ends by itself."""
+    told = generated(backend)
+    assert told["late"]["answers"] == told["greedy"]["answers"]
+    assert told["killed"]["first"] == "ended"
 
 
 def ask(port, path, body=None):
@@ -198,7 +210,8 @@ def await_end(session):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_server(generated, model, environment, tmp_path, backend):
-    want = [tokens for tokens, _ in generated("allgather_reducescatter")]
+    told = generated("allgather_reducescatter")["greedy"]["answers"]
+    want = [told[at % 2][at // 2][0] for at in range(len(prompts()))]
     port = free_port()
     report, log = tmp_path / "calls.json", tmp_path / "log"
     serve = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]

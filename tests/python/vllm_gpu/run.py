@@ -65,20 +65,12 @@ WAYS = {
 OPTIONS = {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 512}
 OPTIONS |= {"gpu_memory_utilization": 0.6, "enable_prefix_caching": False}
 OPTIONS |= {"enable_expert_parallel": True}
-ENVIRONMENT = {
-    "PYTHONUNBUFFERED": "1",
-    "HF_HUB_OFFLINE": "1",
-    "DO_NOT_TRACK": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "WEFT_CALL_TIMEOUT_S": "30",
-}
+ENVIRONMENT = """
+PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1
+NCCL_NVLS_ENABLE=0 NVSHMEM_DISABLE_NVLS=1 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+VLLM_ALLREDUCE_USE_SYMM_MEM=0 VLLM_USE_DEEP_GEMM=0 VLLM_USE_FLASHINFER_SAMPLER=0
+VLLM_WORKER_MULTIPROC_METHOD=spawn WEFT_CALL_TIMEOUT_S=30
+"""
 CHECK = """
 import torch, vllm, weft, transformers
 import vllm._custom_ops, vllm.vllm_flash_attn.flash_attn_interface as attention
@@ -104,17 +96,17 @@ def tasks(way: str) -> list[dict]:
         return {"name": name, "prompts": shared, "tokens": tokens} | more
 
     greedy = drawn(5, 48, 3, 60)
-    found = [task("greedy", greedy, 64)]
+    found = [task("greedy", greedy, 64, best=5)]
     if "invariant" in way:
         return found
-    if "default" not in way:
-        found.append(task("uneven", greedy, 64, at=1))
-        found.append(task("late", greedy, 64, pause=5))
     long, short = drawn(6, 64, 1000, 1000), drawn(7, 128, 16, 16)
     for i in range(3):  # the first warms up
         found += [task(f"prefill {i}", long, 1), task(f"decode {i}", short, 128)]
+    if "default" not in way:
+        found.append(task("uneven", greedy, 64, at=1, best=5))
+        found.append(task("late", greedy, 64, best=5, pause=5))
     if way in ("high-throughput", "low-latency"):
-        found.append(task("killed", greedy, 1024, kill=90))
+        found.append(task("killed", greedy, 1024, kill=60))
     return found
 
 
@@ -133,10 +125,9 @@ class Run:
         self.site, self.model = self.work / "site", self.work / "model"
         if not args.dry_run:
             (self.work / "logs").mkdir(parents=True, exist_ok=True)
-        self.environment = os.environ | ENVIRONMENT
-        caches = {"TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "cache"}
-        caches |= {"VLLM_CONFIG_ROOT": "config"}
-        self.environment |= {name: str(self.work / folder) for name, folder in caches.items()}
+        self.environment = os.environ | dict(one.split("=") for one in ENVIRONMENT.split())
+        for name in ("TRITON_CACHE_DIR", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT"):
+            self.environment[name] = str(self.work / name.lower())
         paths = [str(self.site), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.environment["PYTHONPATH"] = os.pathsep.join(paths)
 
@@ -181,6 +172,8 @@ class Run:
             "check": [sys.executable, "-c", f"SITE = {str(self.site)!r}{CHECK}"],
             "model": ["bash", "-euc", f"mkdir -p {self.model}; {shlex.join(map(str, model))}"],
         }
+        if self.args.dry_run:
+            print("environment:", ENVIRONMENT.strip().replace("\n", " "), f"PYTHONPATH={self.site}")
         for name, command in steps.items():
             done = self.work / f"{name}.done"
             if self.args.dry_run or not done.exists():
@@ -201,6 +194,8 @@ class Run:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         if not self.args.dry_run:
+            for old in (answers, calls):
+                old.unlink(missing_ok=True)
             plan.write_text(json.dumps({"options": options, "port": port, "tasks": tasks(way)}))
         command = [sys.executable, WHOLE / "engines.py", plan, answers]
         if "default" not in way:
@@ -274,38 +269,22 @@ def rows_of(read: dict[str, tuple[dict, bool]]) -> tuple[list[dict], bool]:
     return rows, all_good
 
 
-COLUMNS = {"mode": 26, "task": 9, "finished": 8, "prompts": 7, "same_prompts": 12, "tokens": 6}
-COLUMNS |= {"same_tokens": 11, "same_bits": 9, "largest": 8, "near_ties": 9, "differences": 11}
-COLUMNS |= {"prefill_tps": 11, "decode_tps": 10, "late_s": 6, "killed": 8}
+COLUMNS = ["mode", "task", "finished", "prompts", "same_prompts", "tokens", "same_tokens"]
+COLUMNS += ["same_bits", "largest", "near_ties", "differences", "prefill_tps", "decode_tps"]
+COLUMNS += ["late_s", "killed"]
 
 
 def show(rows: list[dict]) -> None:
-    print("  ".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
-    for row in rows:
-        cells = [row.get(name) for name in COLUMNS]
-        cells = [
-            "-" if one is None else f"{one:.4g}" if isinstance(one, float) else one for one in cells
-        ]
-        print("  ".join(f"{str(one):>{width}}" for one, width in zip(cells, COLUMNS.values())))
+    def cell(value):
+        return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+    lines = [COLUMNS, *([cell(row.get(name)) for name in COLUMNS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(one.rjust(width) for one, width in zip(line, widths)))
     for row in rows:
         for one in row["partings"]:
             print(f"{row['mode']}, {row['task']}: {one}")
-
-
-def write_results(run: Run, rows: list[dict]) -> None:
-    sys.path.insert(0, str(run.site))
-    from weft.examples.program import machine
-
-    run.args.results.write_text(json.dumps(machine(run.args.commit) | {"rows": rows}, indent=1))
-
-
-def keep_logs(run: Run) -> None:
-    results = run.args.results
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(results.with_suffix(".logs.tar.xz"), "w:xz") as logs:
-        logs.add(run.work / "logs", "logs")
-        for path in run.work.glob("*.json"):
-            logs.add(path, path.name)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -324,12 +303,19 @@ def main(words: list[str] | None = None) -> int:
     left = run.run_ways() if ready else []
     if run.args.dry_run:
         return 0
-    keep_logs(run)
+    results = run.args.results
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(results.with_suffix(".logs.tar.xz"), "w:xz") as logs:
+        for path in (run.work / "logs", *run.work.glob("*.json")):
+            logs.add(path, path.name)
     if not ready:
         return 1
     rows, good = rows_of({way: run.read(way) for way in WAYS if run.files(way)[3].exists()})
     show(rows)
-    write_results(run, rows)
+    sys.path.insert(0, str(run.site))
+    from weft.examples.program import machine
+
+    results.write_text(json.dumps(machine(run.args.commit) | {"rows": rows}, indent=1))
     if left:
         print(f"left for the next call: {' '.join(left)}")
         return AGAIN

@@ -2,11 +2,12 @@
 """Two engines of vLLM that share experts, without a server: engines.py PLAN ANSWERS, both JSON.
 
 PLAN: "options" of vLLM's LLM, a free "port", and "tasks", which engines do one after the other. A
-task has "name", "prompts" (for each engine a list of lists of tokens) and "tokens" (how many follow
-each prompt). Once both have begun it, the second engine's processes may "pause" for some seconds,
-or be killed: "kill" says how many seconds the first then has.
+task has "name", "prompts" (for each engine a list of lists of tokens), "tokens" (how many follow
+each prompt) and perhaps "best" (of how many tokens log-probabilities are told). Once both have
+begun it, the second engine's processes may "pause" for some seconds, or be killed: "kill" says how
+many seconds the first then has.
 ANSWERS: by name "seconds" of each engine and its "answers": for each prompt its tokens, and for
-each of them the best tokens with their log-probabilities. "first" is there after "kill": the first
+each of them the best ones with their log-probabilities. "first" is there after "kill": the first
 engine answered, ended, or hung."""
 
 import contextlib
@@ -20,7 +21,6 @@ import time
 from pathlib import Path
 
 NUM_ENGINES = 2
-NUM_BEST = 5
 MIDST_S = 0.3  # from the beginning of a task to what befalls it
 GRACE_S = 2  # for the other engine, which may be in a step that this one takes part in
 
@@ -42,7 +42,7 @@ def engine(at, plan, may_begin, told):
             max_tokens=task["tokens"],
             ignore_eos=True,
             detokenize=False,
-            logprobs=NUM_BEST,
+            logprobs=task.get("best"),
         )
         prompts = [{"prompt_token_ids": one} for one in task["prompts"][at]]
         may_begin.acquire()
@@ -57,7 +57,7 @@ def answer(request):
     out = request.outputs[0]
     best = [
         sorted(((token, one.logprob) for token, one in step.items()), key=lambda one: -one[1])
-        for step in out.logprobs
+        for step in out.logprobs or ()
     ]
     return list(out.token_ids), best
 
