@@ -144,7 +144,6 @@ def generated(model, environment, tmp_path_factory):
             assert done.returncode == 0, log.read_text()[-6000:]
             if backend in BACKENDS:
                 check_calls(report, backend, broken_off=NUM_LAYERS)
-                assert "weft.errors.PeerError: " in log.read_text()
             known[backend] = json.loads(answers.read_text())
         return known[backend]
 
