@@ -67,7 +67,7 @@ int attribute(cudaDeviceAttr which, int gpu, const Context& context) {
   return value;
 }
 
-// What the ranks of a domain settle when an exchange is made.
+// Values that the ranks of a domain agree on when an exchange is made.
 struct DomainFacts {
   uint64_t stamp = 0;         // the same on all ranks, and of no other exchange
   uint64_t shared_bytes = 0;  // that a block may have on each of the GPUs

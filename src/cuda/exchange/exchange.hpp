@@ -32,7 +32,7 @@
 
 namespace weft {
 
-// What kernels of this rank use besides regions; a plan keeps it alive after its exchange.
+// State that kernels of this rank use besides regions; a plan keeps it alive after its exchange.
 struct CudaRankState {
   std::shared_ptr<PeerMemory> memory;
   GpuStream stream;
@@ -132,7 +132,7 @@ class CudaExchange final : public Executor {
     const LossWatch::Wait wait(losses_.get());
     wait_for_stream(stream, context_, [&] { look_for_interrupts(stream); });
   }
-  // What its kernels know of each other, in this GPU's memory.
+  // Returns the state that this rank's kernels share, in this GPU's memory.
   [[nodiscard]] LocalState* local_state() const { return own_->local.get(); }
   // check() has thrown what a kernel found, at some time.
   [[nodiscard]] bool has_thrown_fault() const { return has_thrown_fault_; }
@@ -140,7 +140,8 @@ class CudaExchange final : public Executor {
   void interrupt();
   // Any thread: no kernel of this rank waits any more, until go_on_without().
   void stop();
-  // What they have come to then; nothing: they have not ended yet. No call is made meanwhile.
+  // Returns this rank's calls once its stopped kernels have ended, and nothing before. No call is
+  // made meanwhile.
   [[nodiscard]] std::optional<LossWatch::Calls> ended_calls() const;
   // check() within a call, in `stream`, which goes on whatever was wrong with those before it.
   void check_faults(std::optional<cudaStream_t> stream = std::nullopt);
@@ -148,17 +149,17 @@ class CudaExchange final : public Executor {
   [[nodiscard]] bool has_fault() const { return has_record(0); }
 
  private:
-  // Whether kernels have told of what is no fault.
+  // Returns whether a kernel has told of a misuse, which is no fault: its call goes on.
   [[nodiscard]] bool has_misuse() const { return has_record(1); }
   [[nodiscard]] bool has_record(int place) const {
     return *static_cast<volatile FaultKind*>(&own_->fault.get()[place].kind) != FaultKind::kNone;
   }
   // This rank's part of the constructor.
   void set_up(uint64_t stamp);
-  // That a block may have on this GPU.
+  // Returns the bytes of shared memory that a block may have on this GPU.
   [[nodiscard]] uint64_t shared_bytes() const;
-  // With how many replicas (bit R) a plan and dispatch in one launch are possible with so much on
-  // each GPU.
+  // Returns for which numbers R of replicas (bit R) a plan and dispatch in one launch are possible,
+  // with so many bytes on each GPU.
   [[nodiscard]] uint32_t fused_replicas(uint64_t shared_bytes) const;
   // One call, or the first of two (kPlanAndDispatch): faults of earlier ones are thrown,
   // `launch(stream)` queues it; a refusal of its arguments is told to the peers. Without a stream
@@ -217,7 +218,7 @@ class CudaExchange final : public Executor {
   void go_on_without(uint32_t lost, uint64_t last_call, bool is_queue_void = true);
   [[nodiscard]] std::vector<int> lost_ranks() const;  // ascending
   void set_local(LocalState* to, const LocalState& now) const;
-  // For what the host does while kernels are stopped.
+  // Returns the stream for what the host does while kernels are stopped.
   [[nodiscard]] cudaStream_t quiet_stream() const {
     return repeats_ ? repeats_->stream() : own_->stream.get();
   }
@@ -254,15 +255,16 @@ class CudaExchange final : public Executor {
   void retire_graphs();
   // Nothing can be done any more with this rank's exchange.
   void set_broken();
-  // Of the call `own`: which peer was interrupted, if not after it; else empty.
+  // Returns a text that names the peer that was interrupted in call `own` or before it; empty if
+  // none was.
   [[nodiscard]] std::string interrupt_text(uint32_t own) const;
   [[nodiscard]] uint32_t running_call() const;
-  // Once the stream has stopped.
+  // Throws an Error of `code` once the stream has stopped, or after 1 s.
   [[noreturn]] void break_off(ErrorCode code, std::string_view text, cudaStream_t stream);
   // Tells the peers of one call that this rank does not make. -> its number on the GPUs.
   uint32_t refuse_one(Op op, const Refusal& reason, cudaStream_t stream);
-  // Whether a plan that this rank has refused was a call of its own for the others, as their
-  // handshakes say. False if they refused it, too.
+  // Returns whether a plan that this rank has refused was a call of its own for the others, by
+  // their handshakes. False if they refused it, too.
   [[nodiscard]] bool do_peers_only_plan(uint32_t epoch) const;
   // check() beside a call in `stream`, or in none that is known: all calls so far are in it or
   // before it, replays included.
@@ -273,7 +275,7 @@ class CudaExchange final : public Executor {
   // False: a peer has not come to a call since, so that the exchange can no longer be used.
   bool clear_fault(uint32_t epoch, std::optional<cudaStream_t> stream);
   [[nodiscard]] ControlSurvey survey_control(uint32_t epoch) const;
-  // Those whose handshake of this rank's last call has not come.
+  // Returns the ranks whose handshake of this rank's last call has not come.
   [[nodiscard]] std::vector<int> silent_ranks() const;
   // A value in this GPU's memory, read by a copy, which takes another way than kernels.
   template <class T>
@@ -312,7 +314,7 @@ class CudaExchange final : public Executor {
   // Memory for one plan of this shape, grown if need be, which belongs to `data` then. -> where
   // peers reach it.
   PeerAddress take_plan(PlanData& data, cudaStream_t stream);
-  // Where a plan of this exchange lies.
+  // Returns where a plan of this exchange lies.
   [[nodiscard]] PlanView view_of(const PlanData& plan) const;
   // The kernel will tell the host the shape of the plan's output.
   void ask_shape(PlanLaunch& launch);
@@ -326,8 +328,8 @@ class CudaExchange final : public Executor {
   ) const;
 
   // --- rows ---
-  // Where peers write this rank's arrivals when the output is not in their reach; grows to at least
-  // twice its size.
+  // Returns the region, of at least `bytes`, where peers write this rank's arrivals when the output
+  // is not in their reach. One that is too small grows to at least twice its size.
   const PeerRegion& staging_of(uint64_t bytes, cudaStream_t stream);
   // Fills in what every dispatch and combine by `plan` has.
   void prepare_rows(RowsLaunch& launch, const PlanData& plan, const PayloadFormat& payload) const;
@@ -339,7 +341,8 @@ class CudaExchange final : public Executor {
       const CallOptions& call,
       bool is_second = false
   );
-  // What every dispatch by `plan` begins with; where rows are to be written is left open.
+  // Returns the launch that every dispatch by `plan` begins with, without the places where rows are
+  // written.
   [[nodiscard]] DispatchLaunch prepare_dispatch(
       const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
   ) const;

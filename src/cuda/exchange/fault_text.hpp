@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a fault record of a GPU says, for whoever reads the exception. Needs no GPU.
+// Text of a GPU's fault record, for the message of the exception. Needs no GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace weft {
 
-// What the host finds in control regions after a fault: tells a peer that wrote nothing from one
-// that wrote elsewhere, and memory from what a kernel saw of it.
+// Contents of control regions as the host finds them after a fault: they tell a peer that wrote
+// nothing from one that wrote elsewhere, and memory from what a kernel saw of it.
 struct ControlSurvey {
   std::vector<uint32_t> words =
       {};                    // [num_ranks] signals of the call's words in this rank's region

@@ -147,7 +147,7 @@ bool CudaExchange::refuse(Op op, const Refusal& reason, const CallOptions& call)
   receive_open(stream);
   const uint32_t number = refuse_one(op == Op::kPlanAndDispatch ? Op::kPlan : op, reason, stream);
   refused_plan_ = op == Op::kPlan || op == Op::kPlanAndDispatch ? number : 0;
-  // With a stream nobody waits for the plan: when the others hear that it was refused here, they
+  // With a stream no rank waits for the plan: when the others hear that it was refused here, they
   // have dispatched already, unless one launch makes both.
   if (op == Op::kPlanAndDispatch && call.stream != nullptr && do_peers_only_plan(number)) {
     refuse_one(Op::kDispatch, reason, stream);
@@ -240,9 +240,10 @@ bool CudaExchange::record_end(cudaStream_t stream) const {
   return true;
 }
 
-// Once this rank's part of the call has ended, in whatever stream it was replayed, and what is
-// queued behind it: of a replay that runs meanwhile some blocks would find the call given up, and
-// others not. Nobody else is waited for: a peer on the same GPU may wait for this rank.
+// Clears the fault once this rank's part of the call has ended, in whatever stream it was replayed,
+// and what is queued behind it: of a replay that runs meanwhile some blocks would find the call
+// given up, and others not. No other rank is waited for: a peer on the same GPU may wait for this
+// rank.
 bool CudaExchange::clear_fault(uint32_t epoch, std::optional<cudaStream_t> stream) {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
@@ -308,7 +309,7 @@ void CudaExchange::throw_fault(std::optional<cudaStream_t> stream) {
     // A rank that knows of a loss before this one does says no more than that it refuses.
     const bool may_be_news = record.kind == FaultKind::kRefused && survey.refusal.empty();
     if (is_of_rank || (may_be_news && losses_->await_news(std::chrono::milliseconds(100)))) {
-      // Who has said nothing in a call, not even that it makes it, has not begun it.
+      // A rank that has said nothing in a call, not even that it makes it, has not begun it.
       const bool has_not_begun = is_late && (record.waiting_for == WaitFor::kWord ||
                                              record.waiting_for == WaitFor::kRouting);
       look_for_losses(

@@ -29,7 +29,7 @@ namespace weft {
 
 class LossWatch {
  public:
-  // By their numbers on the GPUs.
+  // Calls of a rank, by their numbers on the GPUs.
   struct Calls {
     uint64_t last = 0;        // that has ended, well or not
     uint64_t first_void = 0;  // that has to be made again, the one after the last if none
@@ -64,16 +64,17 @@ class LossWatch {
     // Calls are void after all; the caller's next one hears of it.
     std::function<void()> release;
   };
-  // What members do to reach each other anew, by an all_gather of theirs.
+  // Connects the members anew, by an all_gather among them.
   using Connect = std::function<void(const Group& members, const Meeting& who)>;
-  // What a rank's kernels have come to, when others need it at any time.
+  // Functions that act on a rank's kernels, called at any time when other ranks need it.
   struct Kernels {
     // Ends their waits, and all that is queued behind them.
     std::function<void()> stop;
-    // After that; nothing: they have not ended yet. The rank makes no call meanwhile.
+    // Returns the rank's calls after that, nothing while kernels still run. The rank makes no call
+    // meanwhile.
     std::function<std::optional<Calls>()> calls;
-    // As for meet(), once ranks are lost and calls are agreed on; null: the others are reached as
-    // before.
+    // Called like that of meet(), once ranks are lost and calls are agreed on; null: the others are
+    // reached as before.
     Connect connect = {};
     Repeats repeats = {};
   };
@@ -102,7 +103,7 @@ class LossWatch {
   // --- any thread ---
   // Ranks are lost, and the kernels have been stopped.
   [[nodiscard]] bool has_news() const { return has_news_.load(std::memory_order_acquire); }
-  // The same within this time.
+  // Waits for has_news(), but not longer than `at_most`. Returns has_news().
   [[nodiscard]] bool await_news(std::chrono::milliseconds at_most) const;
   // A rank has ended its exchange: a call that needs it will not end.
   [[nodiscard]] bool has_left() const { return has_left_.load(std::memory_order_relaxed); }
@@ -160,7 +161,7 @@ class LossWatch {
  private:
   void run();
   void look();
-  // In place of the thread that calls.
+  // Agrees with the others in place of the thread that calls.
   void answer();
   // This rank's calls after it has answered_, and how an agreement of those that are left since
   // changes the answer.
@@ -169,7 +170,7 @@ class LossWatch {
   // The members agree who is lost, after a call of which `late` has not been part, or which has
   // failed because of `cause`. Returns whether any rank is.
   [[nodiscard]] bool settle_members(std::string_view op, ErrorCode cause, std::optional<int> late);
-  // Once others are members.
+  // Agrees on the calls, once others are members.
   [[nodiscard]] Agreement agree_on_calls(std::string_view op, const Calls& own);
   void meet_at_last(std::string_view op, const Connect& connect);
   // This rank's call is told who the members are.
@@ -199,8 +200,8 @@ class LossWatch {
   std::thread thread_;
 };
 
-// Until kernels that were stopped have ended. Throws TimeoutError after twice the deadline of a
-// wait.
+// Waits until kernels that were stopped have ended. Throws TimeoutError after twice the deadline of
+// a wait.
 void await_stopped(
     const Context& context,
     std::chrono::milliseconds timeout,

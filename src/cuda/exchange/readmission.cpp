@@ -66,7 +66,7 @@ uint32_t all_but(const Meeting& who, int num_ranks) {
 
 }  // namespace
 
-// Whoever is lost meanwhile has left nothing here: everything is made again.
+// A rank that is lost meanwhile has left nothing here: everything is made again.
 void CudaExchange::meet_as_newcomer(const Group& group, const Meeting& who) {
   own_.reset();
   plans_.reset();
@@ -127,7 +127,7 @@ bool CudaExchange::find_control() {
   return has_moved;
 }
 
-// What was captured so far keeps its LocalState, by which all ranks are lost to it.
+// Graphs that were captured so far keep their LocalState, by which all ranks are lost to them.
 void CudaExchange::retire_graphs() {
   CudaBuffer<LocalState> fresh;
   fresh.create(1, own_->stream.get(), context_);
@@ -144,7 +144,7 @@ void CudaExchange::retire_graphs() {
   );
   own_->retired.push_back(std::exchange(own_->local, std::move(fresh)));
   view_.local = own_->local.get();
-  // As of a rank that has broken off calls ago, which says and stores nothing any more.
+  // State of a rank that broke off calls ago and says and stores nothing any more.
   constexpr uint32_t kLongAgo = 16;
   LocalState none;
   none.stopped = StopState::kBroken;
@@ -226,7 +226,7 @@ void CudaExchange::readmit(std::span<const int> ranks) {
   losses_->check_back(ranks, missing);
 }
 
-// Those whose places these are do not store any more, on any GPU.
+// Waits until the last processes in the places of `ranks` no longer store, on any GPU.
 void CudaExchange::await_silence(std::span<const int> ranks) const {
   const Deadline deadline(settings_.timeout);
   for (const int rank : ranks) {

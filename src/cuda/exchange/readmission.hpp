@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What members of an exchange on GPUs tell each other before they meet, so that new processes learn
-// it.
+// Facts that members of an exchange on GPUs tell each other before they meet, so that new processes
+// learn them.
 #pragma once
 
 #include <array>
@@ -24,8 +24,8 @@ struct Facts {
 // hidden, max_tokens, num_experts, max_topk, copy_engines
 [[nodiscard]] std::array<int64_t, 5> sizes_of(const ExchangeConfig& config);
 
-// Collective, among `who`: what those know that were there before. Throws Error (kPeerFailed) if
-// nobody is left of them, kInvalidArgument if their config is not this rank's.
+// Collective, among `who`. Returns what the ranks that were there before know. Throws Error
+// (kPeerFailed) if none of them is left, kInvalidArgument if their config is not this rank's.
 [[nodiscard]] Facts gather_facts(const Group& group, const Meeting& who, const Facts& own);
 
 }  // namespace weft

@@ -85,13 +85,13 @@ class CallRepeats {
   // Plans that are alive or followed by what is queued go on without lost ranks, in stream().
   void forget_lost(const RankView& me) const;
 
-  // The thread that calls: whether it is so many gates ahead of its GPU that it has to wait. The
-  // driver takes no work of any thread while it has no room for what one has launched, so that
-  // nobody could make calls again.
+  // Returns whether the thread that calls is so many gates ahead of its GPU that it has to wait.
+  // The driver takes no work of any thread while it has no room for what one has launched, so that
+  // no thread could make calls again.
   [[nodiscard]] bool is_far_ahead() const {
     return num_gates_ - *static_cast<volatile uint64_t*>(done_.get()) >= kMostAhead;
   }
-  // Any thread: whether a gate holds that nobody is about to open.
+  // Returns whether a gate holds that no thread is about to open; any thread may ask.
   [[nodiscard]] bool is_held() const {
     const uint64_t held = *static_cast<volatile uint64_t*>(done_.get() + 1);
     return held != 0 && held != opened_.load(std::memory_order_relaxed);
@@ -107,7 +107,8 @@ class CallRepeats {
  private:
   std::recursive_mutex mutex_;
   int depth_ = 0;  // how often the thread that has locked it has
-  // Of Urgency::kRepetition: the work behind a gate that holds would keep back what ends that.
+  // Stream of Urgency::kRepetition: otherwise the work behind a gate that holds would keep back
+  // what opens the gate.
   std::unique_ptr<CUstream_st, CudaDeleter<cudaStreamDestroy>> stream_;
   PinnedBuffer<uint64_t> done_;  // GateLaunch's
   std::atomic<uint64_t> opened_ = 0;

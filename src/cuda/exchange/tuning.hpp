@@ -38,7 +38,7 @@ struct TunedSplit {
 [[nodiscard]] const std::vector<TunedSplit>& built_in_tuning();
 // A file that `weft tune` wrote. Throws Error (kFile).
 [[nodiscard]] std::vector<TunedSplit> load_tuning(const std::string& path);
-// Those that some call would take.
+// Returns the splits that some call would take.
 [[nodiscard]] std::vector<TunedSplit> useful_splits(const std::vector<TunedSplit>& tuning);
 
 struct CallSize {
@@ -79,7 +79,8 @@ struct MeasuredRanks {
 // combine of rank_major rows takes the other splits where none of its own were measured.
 [[nodiscard]] RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size);
 
-// The same, which looks into the table only where a call differs from the last one of its kind.
+// Chooses like choose_blocks(), but looks into the table only where a call differs from the last
+// one of its kind.
 class BlockChoice {
  public:
   BlockChoice() = default;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this rank has waited for its peers, added to sums of the caller's. Before: device/wait.cuh,
-// which counts; after: the caller.
+// Adds the microseconds that this rank has waited for its peers to sums of the caller's. Before:
+// device/wait.cuh, which counts; after: the caller.
 #include "cuda/device/kernel.cuh"
 #include "cuda/layout/launch.hpp"
 
