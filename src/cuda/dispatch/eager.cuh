@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fan-out role of a dispatch that makes its plan in the same launch (fused.cu): a warp waits
 // for one token of one source and loads its part of the row while the plan is made, then stores it
-// to the token's slots on this rank. Of a token without any it loads what an earlier call left in
+// to the token's slots on this rank. For a token without any it loads what an earlier call left in
 // memory, and stores nothing. Before: the push role of the source (push.cuh) and the plan
 // (plan/fused.cuh); after: the caller's experts.
 #pragma once
@@ -14,8 +14,8 @@
 
 namespace weft {
 
-// What a block that moves rows learns of the plan that other blocks make at the same time. It is in
-// shared memory; a warp that moves nothing writes it.
+// Progress of the plan that other blocks make at the same time, as a block that moves rows knows
+// it. It is in shared memory; a warp that moves nothing writes it.
 struct SeenPlan {
   enum : uint32_t { kNotYet, kHere, kGivenUp };
   uint32_t sizes;  // CallSetup::tokens holds, and with replicas where this rank's rows go
@@ -104,7 +104,7 @@ class EagerFanOut {
     }
     const int items = num_items(me_, setup_, me_.num_ranks);
     const int parts = num_parts(items);
-    // What travels beside a row has a warp of its own, if there is one.
+    // The extras of a row have a warp of their own, if there is one.
     const int all_parts =
         has_extras(call_) && (parts + 1) * items <= num_warps_ ? parts + 1 : parts;
     for (int index = warp_; index < items * all_parts; index += num_warps_) {
@@ -161,7 +161,7 @@ class EagerFanOut {
     return own() + me_.map.eager_rows_offset(setup_.epoch) + place(records) * row_bytes_;
   }
 
-  // Where this lane stores the row; null for nowhere.
+  // Returns where this lane stores the row; null for nowhere.
   [[nodiscard]] __device__ __forceinline__ std::byte* target(const ArrivalRecords& records) const {
     const bool is_one = !call_.one_row || lane_index() == 0;
     return is_one && records.slot[0] >= 0 ? call_.out_rows + records.slot[0] * row_bytes_ : nullptr;
@@ -233,7 +233,7 @@ __device__ __forceinline__ bool move_row(
 __device__ __forceinline__ bool move_row(
     const EagerFanOut& role, ArrivalRecords& records, const Slice& slice, BulkRing& ring
 ) {
-  // What the signal made visible was read by ordinary accesses so far.
+  // So far only ordinary accesses see what the signal made visible.
   ptx::fence_async_proxy();
   const Pieces& pieces = slice.pieces;
   const std::byte* row = role.row(records) + slice.offset;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch writes besides rows of tokens: a warp puts the weights, scale rows, sources
+// Extras that dispatch writes besides rows of tokens: a warp puts the weights, scale rows, sources
 // and experts of an item's arrivals where they belong, loading everything of an item before it
 // stores anything, so that it waits for memory once; and it zeroes the padding between an expert's
 // last row and the end of its block. Where an arrival has one row and that is there already, a part
@@ -12,8 +12,8 @@
 
 namespace weft {
 
-// What the plan says of the arrivals that one chunk of one source's tokens made here. Lane: of
-// those that have the item.
+// The plan's records of the arrivals that one chunk of one source's tokens made here. Lanes are
+// counted among those that have the item.
 struct ArrivalRecords {
   bool is_there = false;
   int32_t source = 0;
@@ -30,7 +30,7 @@ struct ArrivalRecords {
   [[nodiscard]] __device__ __forceinline__ int32_t k(int i) const { return origin[i] & 0xff; }
 };
 
-// Where the scales of a row of the output lie, word by word.
+// Place of the scales of a row of the output, word by word.
 struct ScalePlace {
   std::byte* first;
   int64_t step;  // from one word to the next
@@ -64,7 +64,7 @@ __device__ __forceinline__ void tell_counts(const DispatchLaunch& call) {
   }
 }
 
-// The same of a dispatch that is given up: there are none.
+// One warp writes counts of zero, for a dispatch that is given up.
 __device__ __forceinline__ void tell_no_counts(const DispatchLaunch& call) {
   const int num_experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
   for (int expert = lane_index(); call.out_counts != nullptr && expert < num_experts;
@@ -105,12 +105,12 @@ class DispatchExtras {
   }
 
  private:
-  // Whether arrival `i` has a row for this lane.
+  // Returns whether arrival `i` has a row for this lane.
   [[nodiscard]] __device__ __forceinline__ bool has_route(const ArrivalRecords& records, int i)
       const {
     return i < records.count && lane_ < records.num_routes[i];
   }
-  // Whether it has any.
+  // Returns whether arrival `i` has any row.
   [[nodiscard]] static __device__ __forceinline__ bool has_row(
       const ArrivalRecords& records, int i
   ) {
@@ -189,13 +189,13 @@ class DispatchExtras {
     }
   }
 
-  // rank_major: of arrival `i`, if it has one.
+  // rank_major: returns the row of arrival `i`, if it has one.
   [[nodiscard]] __device__ __forceinline__ int64_t
   row_of(const ArrivalRecords& records, int i) const {
     return __shfl_sync(kAllLanes, records.slot[i], 0, lanes_);
   }
 
-  // Over those that have the same item.
+  // Returns the OR of `bits` over the lanes that have the same item.
   [[nodiscard]] __device__ __forceinline__ uint32_t or_of_lanes(uint32_t bits) const {
     for (int step = 1; step < lanes_; step *= 2) {
       bits |= __shfl_xor_sync(kAllLanes, bits, step);

@@ -13,9 +13,9 @@
 
 namespace weft {
 
-// Where the role finds what sources have sent, and when: in this rank's staging, packed by arrival,
-// except for rows that sources wrote to their primary slots; or, with `kCopied`, where copy engines
-// have brought it. All of that is here when the kernel's roles begin.
+// Items that sources have sent, where they lie and when they are here: in this rank's staging,
+// packed by arrival, except for rows that sources wrote to their primary slots; or, with `kCopied`,
+// where copy engines have brought them. Those are all here when the kernel's roles begin.
 template <bool kCopied>
 class ArrivedItems {
  public:
@@ -31,12 +31,12 @@ class ArrivedItems {
            wait_reached_warp(call_.me, signal(source, chunk), setup_.epoch, site_of(source));
   }
 
-  // Whether rows lie there too.
+  // Returns whether rows lie there, too.
   [[nodiscard]] __device__ __forceinline__ bool has_rows() const {
     return kCopied || call_.place == Place::kStaging;
   }
 
-  // What follows gives the address of the item's first arrival; the others lie behind it.
+  // The next three return the address of the item's first arrival; the others lie behind it.
   [[nodiscard]] __device__ __forceinline__ const std::byte* rows(
       const ArrivalRecords& records, int64_t row_bytes
   ) const {
@@ -186,9 +186,9 @@ class DispatchFanOut {
     return num_warps_ + static_cast<int>(__shfl_sync(kAllLanes, taken, 0));
   }
 
-  // Where rows have come to their places, what travels beside them is still to be added. It is
-  // little, so that the time goes into waiting for memory: a warp has several items at a time, each
-  // by as many lanes as a token has choices, or some more.
+  // Adds what travels beside rows that have come to their places already. It is little, so that the
+  // time goes into waiting for memory: a warp has several items at a time, each by as many lanes as
+  // a token has choices, or some more.
   __device__ void add_to_rows(int items) {
     constexpr int kLeastLanes = 8;  // a guess
     int lanes = kLeastLanes;
@@ -215,8 +215,8 @@ class DispatchFanOut {
     }
   }
 
-  // The same with nothing to be added: the call still ends only when all are there. A lane waits
-  // for one item at a time.
+  // Waits until all items are here, with nothing to be added: the call must not end before. A lane
+  // waits for one item at a time.
   __device__ __forceinline__ void wait_for_all(int items) const {
     const int lanes = num_warps_ * kWarpLanes;
     for (int i = warp_ * kWarpLanes + lane_index(); !is_joining_ && i < items; i += lanes) {
@@ -228,7 +228,7 @@ class DispatchFanOut {
     }
   }
 
-  // What `lane` of those that have an item knows of it.
+  // Returns what `lane`, of those that have an item, knows of it.
   [[nodiscard]] __device__ __forceinline__ Records
   load_records(int index, int items, int lane) const {
     Records records;
@@ -312,7 +312,7 @@ __device__ __forceinline__ bool move_rows(
     const Role& role, const ArrivalRecords& records, BulkRing& ring
 ) {
   using Job = typename Role::Job;
-  // What the signal made visible was read by ordinary accesses so far.
+  // So far only ordinary accesses see what the signal made visible.
   ptx::fence_async_proxy();
   const std::byte* rows[kMaxChunkTokens];
   std::byte* targets[kMaxChunkTokens];

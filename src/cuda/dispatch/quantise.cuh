@@ -77,7 +77,7 @@ class Fp8Rows {
     }
     return pack_fp8<__NV_E4M3>(values, product);
   }
-  // Of the group whose first lane this is.
+  // Stores the scale of the group whose first lane this is.
   __device__ __forceinline__ void store_scale(
       std::byte* target, int32_t group, const Fp8Scale& scale
   ) const {
@@ -92,7 +92,7 @@ class Fp8Rows {
   const PayloadFormat& payload_;
 };
 
-// What formats with a byte of scale for each small group have in common.
+// Common part of the formats with a byte of scale for each small group.
 struct BlockRows {
   using Scale = BlockScale;
 
@@ -226,7 +226,7 @@ __device__ __forceinline__ void quantise_row_as(
   }
 }
 
-// The same by the call's format.
+// Quantises a row as quantise_row_as() does, by the call's format.
 __device__ inline void quantise_row(
     const DispatchLaunch& call,
     const std::byte* row,

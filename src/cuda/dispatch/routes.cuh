@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the push role of dispatch (push.cuh) sends each token: by the plan (PlannedRoutes), or, for
-// eager rows, only by the routing (EagerRoutes), with replicas by what a plan in the making has of
-// it (BalancedRoutes).
+// Targets to which the push role of dispatch (push.cuh) sends each token: those of the plan
+// (PlannedRoutes), or, for eager rows, only of the routing (EagerRoutes), with replicas of what a
+// plan in the making has of it (BalancedRoutes).
 #pragma once
 
 #include "cuda/device/lanes.cuh"
@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// Where one token goes, spread over the lanes. Lane j knows the j-th rank after this one (the last
+// Targets of one token, spread over the lanes. Lane j knows the j-th rank after this one (the last
 // is this one), so that ranks do not all write to the same peer first; lane k knows route k.
 struct TokenRoutes {
   int32_t primary = -1;   // slot on the lane's rank
@@ -28,8 +28,8 @@ class PlannedRoutes {
  public:
   static constexpr bool kIsEager = false;
 
-  // What the plan says of a chunk's tokens, as it was loaded, spread as in TokenRoutes. Nothing
-  // looks at it until the preceding chunk is done, so that no warp waits for the loads.
+  // The plan's entries for a chunk's tokens, as they were loaded, spread as in TokenRoutes. Nothing
+  // looks at them until the preceding chunk is done, so that no warp waits for the loads.
   struct Chunk {
     int32_t primary[kMaxChunkTokens];
     int32_t arrival[kMaxChunkTokens];
@@ -88,9 +88,9 @@ class PlannedRoutes {
   int max_topk_;
 };
 
-// Where eager rows go, by the routing and without a plan: to each rank that has one of a token's
-// experts, this one included, and there to the place of the token's number. A route out of range
-// goes nowhere; the plan refuses it.
+// Targets of eager rows, by the routing and without a plan: each rank that has one of a token's
+// experts, this one included, and there the place of the token's number. A route out of range goes
+// nowhere; the plan refuses it.
 class EagerRoutes {
  public:
   static constexpr bool kIsEager = true;
@@ -135,8 +135,8 @@ class EagerRoutes {
   int peer_;
 };
 
-// The same where popular experts have replicas: by this rank's routes to physical experts, which
-// the plan has before all else (tell_routes of plan/fused.cuh).
+// Targets of eager rows where popular experts have replicas: by this rank's routes to physical
+// experts, which the plan has before all else (tell_routes of plan/fused.cuh).
 class BalancedRoutes : public EagerRoutes {
  public:
   using EagerRoutes::EagerRoutes;
