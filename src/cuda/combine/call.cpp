@@ -127,7 +127,7 @@ void CudaExchange::combine_by_route(
     const Plan& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
 ) {
   const bool has_marks = launch.ready.marks.is_given();
-  // Whoever writes the rows needs multiprocessors, too.
+  // The kernels that write the rows need multiprocessors, too.
   const int most = has_marks ? std::max(1, num_gpu_sms_ / 2) : num_gpu_sms_;
   launch.num_reduce = std::min(call.num_sms > 0 ? call.num_sms : sms_of(call), most);
   launch.num_sum = sms_of(has_marks ? CallOptions{} : call);

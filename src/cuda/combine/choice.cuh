@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the weight of a choice counts as, by the experts that the caller names beside the weights.
+// Weight with which a choice counts, by the experts that the caller names beside the weights.
 // sum.cuh and by_route.cu ask for it.
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace weft {
 
-// `weight`, that of choice k of a token; 0 where the caller names no expert. Where it names another
-// than the plan was made of, NaN, and the host hears of the first such choice of a call.
+// Returns `weight`, that of choice k of a token; 0 where the caller names no expert; NaN where it
+// names another than the plan was made of, and the host hears of the first such choice of a call.
 __device__ __forceinline__ float counted_weight(
     const CombineLaunch& call, int64_t token, int k, float weight
 ) {

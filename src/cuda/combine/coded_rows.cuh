@@ -55,7 +55,7 @@ struct CodedRows {
   static constexpr bool kIsFp8 = kWire == Wire::kFp8;
   int32_t hidden;
 
-  // What is not read stands for zeros.
+  // Codes of a lane's elements; those that are not read stand for zeros.
   struct Vector {
     uint2 codes = {0, 0};
     uint32_t upper = 0;  // two bits of each
@@ -163,8 +163,8 @@ struct CodedRows {
   }
 };
 
-// What one warp adds for one entry of an item: its rows one after the other, loaded one ahead.
-// next() tells a row and its factor.
+// One warp adds the rows of one entry of an item one after the other, loaded one ahead. next()
+// tells a row and its factor.
 template <bool kScaled, class From, class To, class Next>
 __device__ __forceinline__ void add_entry(
     const From& from,

@@ -136,7 +136,7 @@ RowPath path_of(const CombineLaunch& call) {
   return call.is_short ? RowPath::kFewTokens : path_of(call.mover, call.payload.row_bytes);
 }
 
-// Whose rows a kernel adds: those of all ranks, or of one alone, in either order.
+// Rows that a kernel adds: those of all ranks, or only this rank's, in either order.
 enum class Rows : uint8_t { kOfPeers, kOwn, kOwnByChoice };
 constexpr Rows kAllRows[] = {Rows::kOfPeers, Rows::kOwn, Rows::kOwnByChoice};
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one role of combine in a group of one rank: a team of warps takes a chunk of the tokens and
-// adds each token's rows where the caller has them. There is nobody to send sums to, so that they
+// adds each token's rows where the caller has them. There is no rank to send sums to, so that they
 // go straight to the caller, with the bits of the two roles of reduce.cuh and sum.cuh: a sum of one
 // partial sum is that partial sum. row_sum.cuh adds. Before: the caller's experts; after: the
 // caller. With SumOrder::kTopk they are added in the order of the token's choices.
@@ -28,8 +28,8 @@ class CombineOwn {
   [[nodiscard]] __device__ __forceinline__ const Shape& shape() const { return shape_; }
   [[nodiscard]] __device__ __forceinline__ bool is_open() const { return true; }
 
-  // Where the numbers of this lane's positions lie: of a token's arrival, whose routes are in the
-  // order of ranks and experts, or of the token itself, whose choices may be none.
+  // Place of the numbers of this lane's positions: those of a token's arrival, whose routes are in
+  // the order of ranks and experts, or of the token itself, whose choices may be none.
   struct Place {
     int chunk = 0;
     int first = 0;                   // token
@@ -134,7 +134,7 @@ class CombineOwn {
     }
   }
 
-  // Which of its entry's positions a lane's is.
+  // Returns the lane's position within its entry.
   [[nodiscard]] __device__ __forceinline__ int in_entry(int step) const {
     return Shape::position(step) - shape_.entry[step] * shape_.width;
   }

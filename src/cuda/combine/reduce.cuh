@@ -225,7 +225,8 @@ class CombineReduce {
            token * max_topk_ + k;
   }
 
-  // The same once it has come, of a position of an item; not of this call if that is given up.
+  // Waits until the factor of a position of an item has come and returns it; its tag is not this
+  // call's if that is given up.
   [[nodiscard]] __device__ __noinline__ uint64_t
   await_scale(const Place& place, int position) const {
     const WaitSite site = {Op::kCombine, setup_.epoch, place.source, WaitFor::kSourceWeights};

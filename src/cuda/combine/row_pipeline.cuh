@@ -65,7 +65,7 @@ auto with_shape(RowPath path, const Bulk& bulk, const Vector& vector) {
 
 using CombineKernel = Kernel<CombineLaunch>;
 
-// What the adding warps must know of an item, in shared memory.
+// Item as the adding warps know it, in shared memory.
 struct PipelineItem {
   int32_t is_end;  // no item: the role is through
   int32_t source;
@@ -110,8 +110,8 @@ __device__ __forceinline__ RowStages row_stages(std::byte* data, int64_t row_byt
   return stages;
 }
 
-// What a warp of the block does: the adding warps are the first, pipeline by pipeline, then come
-// the loaders, then the one that signals.
+// Role of a warp of the block: the adding warps are the first, pipeline by pipeline, then come the
+// loaders, then the one that signals.
 struct PipelineRole {
   int pipeline;  // of the one that signals: any
   int adder;     // in the pipeline; -1: it does not add

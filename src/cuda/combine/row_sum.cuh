@@ -45,7 +45,7 @@ struct ItemShape {
   }
 };
 
-// The same where an item is one entry, since a chunk is one token: nothing is divided, and no step
+// Shape of an item that is one entry, since a chunk is one token: nothing is divided, and no step
 // is chosen. Calls of few tokens last about as long as it takes to fetch their instructions.
 struct OneEntry {
   static constexpr int32_t steps = 1;
@@ -88,7 +88,7 @@ entry_bits(const OneEntry& /*shape*/, const uint32_t (&bits)[kItemSteps], int /*
   return bits[0];
 }
 
-// Of the lane that has it, what an item has in a position.
+// Returns what an item has in a position, from the lane that has it.
 template <class T>
 __device__ __forceinline__ T
 at_position(const ItemShape& /*shape*/, const T (&values)[kItemSteps], int position) {

@@ -43,8 +43,8 @@ __device__ __forceinline__ void return_token_weights(
   }
 }
 
-// What the caller says for this call that the row of choice k of a token counts; 0 for what is left
-// out or no route. k is below the call's topk.
+// Returns the weight that the caller gives the row of choice k of a token for this call; 0 for what
+// is left out or no route. k is below the call's topk.
 __device__ __forceinline__ float source_weight_of(const CombineLaunch& call, int64_t token, int k) {
   if (!call.from_map) {
     return counted_weight(call, token, k, call.source_weights[token * call.topk + k]);
