@@ -12,7 +12,7 @@
 
 namespace weft {
 
-// What goes to `rank` or has come from it lies in `block`.
+// Sets the places of what goes to `rank` or has come from it, which lies in `block`.
 __device__ __forceinline__ void set_places(
     CallSetup& setup, const CopiedRows& rows, int rank, std::byte* block, int32_t arrivals
 ) {
@@ -23,8 +23,8 @@ __device__ __forceinline__ void set_places(
   setup.place[rank] = Place::kCopied;
 }
 
-// Where this rank packs its block for a peer, before it is copied. Its block for itself lies at
-// once where other ranks copy theirs to.
+// Returns where this rank packs its block for a peer, before it is copied. Its block for itself
+// lies at once where other ranks copy theirs to.
 __device__ __forceinline__ std::byte* packed_for(
     const RankView& me, const CopiedLaunch& copied, int peer
 ) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ std::byte* packed_for(
   return copied.packed + static_cast<uint64_t>(step) * me.map.copied_stride;
 }
 
-// Whether sums come back from the experts (combine), or rows go out to them (dispatch).
+// True if sums come back from the experts (combine), false if rows go out to them (dispatch).
 template <class Launch>
 inline constexpr bool kIsBack = std::is_same_v<Launch, CombineLaunch>;
 

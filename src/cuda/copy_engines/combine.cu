@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   finish_receive(setup, call.me);
 }
 
-// As above, for a whole block. No warp of it signals.
+// Runs either role by pipelines: every warp makes the `Source` of its pipeline's team. No warp
+// signals.
 template <class Shape, class Element, class Source, class... More>
 __device__ void run_bulk(
     const CombineLaunch& call,
