@@ -31,13 +31,14 @@ Domains domains_of(const Scenario& scenario, int rank) {
   return {std::move(domains), rank};
 }
 
-// What one rank's part in a routing takes.
+// Bytes that one rank's part in a routing takes.
 class RankUse {
  public:
   RankUse(const Scenario& scenario, const Traffic& traffic, int rank)
       : scenario_(scenario), traffic_(traffic), rank_(rank), domains_(domains_of(scenario, rank)) {}
 
-  // Of all other ranks; of a source that this rank forwards those for the whole domain, bundled.
+  // Records of all other ranks; of a source that this rank forwards, those for the whole domain,
+  // bundled.
   [[nodiscard]] uint64_t records() const {
     uint64_t bytes = 0;
     for (int source = 0; source < scenario_.num_ranks; ++source) {
@@ -68,7 +69,7 @@ class RankUse {
     return !domains_.is_near(source) && domains_.forwarder(source, rank_) == rank_;
   }
 
-  // With weights.
+  // Records from `source` for `to`, with weights.
   [[nodiscard]] uint64_t record_bytes(int source, int to) const {
     const uint64_t fixed = max_record_bytes(0, scenario_.topk);
     const uint64_t of_route = max_record_bytes(1, 2) - max_record_bytes(1, 1);
@@ -232,7 +233,8 @@ double link_us(const Model& model, int64_t messages, int64_t bytes) {
   return moving + static_cast<double>(messages) * model.link_signal_us + model.link_latency_us;
 }
 
-// By symmetry a rank sends as many bytes as it gets; records are taken to be of one length.
+// Adds what records cost. By symmetry a rank sends as many bytes as it gets; records are taken to
+// be of one length.
 void add_records(
     const Scenario& scenario, const Model& model, int64_t record_bytes, ControlCost& cost
 ) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the links, cards and memories of a machine do: rates and costs, each with its origin. Saved
+// Model of the links, cards and memories of a machine: rates and costs, each with its origin. Saved
 // and loaded as JSON; command/calibrate.cpp measures one. memory.cpp and replay.cpp reckon with it.
 #pragma once
 

@@ -82,7 +82,8 @@ class Servers {
   std::vector<Ticks> busy_;
 };
 
-// What dispatch and combine share: the servers of all ranks and the way of a chunk over the cards.
+// Common part of dispatch and combine: the servers of all ranks and the way of a chunk over the
+// cards.
 class ReplayMachine {
  public:
   ReplayMachine(
@@ -155,7 +156,7 @@ class ReplayMachine {
   // depends on others' order follows from it.
   virtual bool needs_word_of(const Chunk& chunk, Ticks arrives) = 0;
 
-  // Over the card: from the source to the target, or back.
+  // Sends a chunk over the card: from the source to the target, or back.
   void send_over_card(uint32_t chunk, Ticks now) {
     const int from = sender(schedule_.card_chunks[chunk]);
     senders_[static_cast<size_t>(from)].waiting.push_back(chunk);
@@ -195,7 +196,7 @@ class ReplayMachine {
     return is_on_card(id) ? schedule_.card_chunks[part(id).chunk]
                           : schedule_.link_chunks[part(id).chunk];
   }
-  // Of a link chunk, which has one part.
+  // Returns the number of a link chunk's only part.
   [[nodiscard]] uint32_t only_part(const Chunk& chunk) const {
     return num_card_parts_ + chunk.first_part;
   }
@@ -213,7 +214,8 @@ class ReplayMachine {
   void add_event(Ticks at, Step step, uint32_t id) { events_.push({at, next_event_++, step, id}); }
 
  private:
-  // As many as the window lets through; the proxies and the card take them one after the other.
+  // Posts as many chunks as the window lets through; the proxies and the card take them one after
+  // the other.
   void post(int rank, Ticks now) {
     Sender& sender = senders_[static_cast<size_t>(rank)];
     while (!sender.waiting.empty()) {
@@ -251,7 +253,7 @@ class ReplayMachine {
     add_event(arrived + card_latency_, Step::kConfirmed, id);
   }
 
-  // By its rows.
+  // Size of a chunk, by its rows.
   struct ChunkSize {
     int64_t messages = 0;
     Ticks on_card = 0;
@@ -347,7 +349,7 @@ class DispatchReplay final : public ReplayMachine {
     add_event(through, Step::kTurn, static_cast<uint32_t>(rank));
   }
 
-  // To all ranks of the target's domain that want these rows.
+  // Sends a chunk's rows to all ranks of the target's domain that want them.
   void forward(const Chunk& chunk, Ticks now) {
     for (uint32_t p = chunk.first_part; p < chunk.first_part + chunk.num_parts; ++p) {
       if (part(p).rank == chunk.target) {
@@ -382,7 +384,8 @@ class CombineReplay final : public ReplayMachine {
   }
 
  private:
-  // What each rank has to sum, in its order: by chunk, then by the token's rank, its own last.
+  // Lists what each rank has to sum, in its order: by chunk, then by the token's rank, its own
+  // last.
   void list_parts() {
     const auto add = [&](uint32_t id) { parts_[static_cast<size_t>(part(id).rank)].push_back(id); };
     for (uint32_t c = 0; c < schedule().card_chunks.size(); ++c) {
@@ -465,7 +468,7 @@ class CombineReplay final : public ReplayMachine {
     return is_shared;
   }
 
-  // Where a part's partial sums go over the links.
+  // Returns the rank to which a part's partial sums go over the links.
   [[nodiscard]] int goal(uint32_t id) const {
     return is_on_card(id) ? chunk_of(id).target : chunk_of(id).source;
   }

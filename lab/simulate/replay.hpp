@@ -15,7 +15,7 @@
 
 namespace weft::sim {
 
-// What a chunk brings to one rank of the target's domain.
+// Rows that a chunk brings to one rank of the target's domain.
 struct Part {
   uint32_t chunk = 0;
   int32_t rank = 0;
@@ -67,7 +67,7 @@ struct ReplayTimes {
   double us = 0;  // until the last rank has all its rows
   BusyTimes busy;
 
-  // What is busy longest: "links", "cards", "proxies" or "copies".
+  // Returns what is busy longest: "links", "cards", "proxies" or "copies".
   [[nodiscard]] std::string_view bound() const;
 };
 

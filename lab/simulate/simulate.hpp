@@ -43,11 +43,11 @@ struct Memory {
   } gpu;
 };
 
-// What does not depend on the routing; the rest is 0.
+// Returns the memory that does not depend on the routing; the rest is 0.
 [[nodiscard]] Memory reserved_memory(const Scenario& scenario);
 [[nodiscard]] Memory memory_of(const Scenario& scenario, const Traffic& traffic, int rank);
 
-// What a call costs before rows move: the handshakes that all ranks tell each other, and a plan's
+// Costs of a call before rows move: the handshakes that all ranks tell each other, and a plan's
 // counts and records.
 struct ControlCost {
   // Every rank tells every other rank by itself, as the executors do.
@@ -62,7 +62,7 @@ struct ControlCost {
   [[nodiscard]] double plan_us() const { return plan_words_us + plan_local_us + plan_records_us; }
 };
 
-// What calls of the rank cost before rows move; `memory` is its own.
+// Returns what calls of a rank cost before rows move; `memory` is that rank's.
 [[nodiscard]] ControlCost control_cost(
     const Scenario& scenario, const Model& model, const Memory& memory
 );

@@ -31,7 +31,8 @@ double products_us(const StepShape& shape, double rows) {
   return rows * shape.row_flop() / (shape.tflops * 1e6);
 }
 
-// What replicas cost on the way, and how long those ranks that wait for it have other rows.
+// Time that the weights of replicas take on the way, and the fewest own rows of a rank that waits
+// for some.
 struct WeightTraffic {
   double us = 0;  // of the rank that sends or takes most
   int64_t rows_meanwhile = 0;

@@ -3,10 +3,10 @@
 // (plan/balance/balance.hpp), and if all ranks were equally busy. The exchange is replayed as
 // always, of physical experts; products take their operations, weights their bytes.
 //
-// What is reckoned with: a rank multiplies the rows of its own experts first, and the weights of
-// its replicas come meanwhile; they come once more for the backward pass, since layers share the
-// room for replicas. Gradients of replicas go back in fp32 beside the backward pass of what is not
-// expert in the layer. Only what is left over of both makes the layer longer.
+// Assumptions: a rank multiplies the rows of its own experts first, and the weights of its replicas
+// come meanwhile; they come once more for the backward pass, since layers share the room for
+// replicas. Gradients of replicas go back in fp32 beside the backward pass of what is not expert in
+// the layer. Only what is left over of both makes the layer longer.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ struct StepShape {
   [[nodiscard]] double row_flop() const { return expert_bytes(); }
 };
 
-// Of the rank that is busiest with each, in microseconds.
+// Times of the rank that is busiest with each, in microseconds.
 struct StepTimes {
   double busiest_of_mean = 1;  // rows
   int copies = 0;              // replicas that have rows

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is simulated, ranks in domains (nodes) of equal size, and what a routing makes every rank
-// send. simulate.cpp counts it first; schedule.cpp and memory.cpp go on from the counts.
+// Scenario that is simulated, ranks in domains (nodes) of equal size, and the rows that a routing
+// makes every rank send. simulate.cpp counts them first; schedule.cpp and memory.cpp go on from the
+// counts.
 //
 // Purpose of this folder: replays an exchange that this machine cannot hold. May include: plan,
 // core, and of the executors what says how much memory they take.
@@ -37,8 +38,8 @@ struct Scenario {
   }
 };
 
-// What a routing makes every rank send and receive: exact counts, no times. Of one rank, in one
-// dispatch. Combine moves the same rows the other way. A row is one token's vector; an arrival is a
+// Rows and messages that a routing makes one rank send and receive in one dispatch: exact counts,
+// no times. Combine moves the same rows the other way. A row is one token's vector; an arrival is a
 // (token, rank) pair; all are of ranks other than this one unless it says so.
 struct RankTraffic {
   int64_t num_rows = 0;  // of its output, padding included
@@ -52,7 +53,8 @@ struct RankTraffic {
   // Rows over its network card.
   int64_t card_out = 0;
   int64_t card_in = 0;
-  // The same if nothing were shared: a row for each remote rank, a row for each remote route.
+  // Rows sent over its card if nothing were shared: a row for each remote rank, a row for each
+  // remote route.
   int64_t card_out_per_rank = 0;
   int64_t card_out_per_route = 0;
 

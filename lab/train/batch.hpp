@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which pieces of the text a step learns from: a function of only seed, step and token number, so
+// Pieces of the text that a step learns from: a function of only seed, step and token number, so
 // that any number of ranks shares the same global batch.
 //
 // The global batch is cut into shards, the same for every number of ranks up to kNumShards, and a
@@ -42,7 +42,7 @@ using Shards = std::vector<Range>;
   return {{0, num_tokens}};
 }
 
-// Which tokens of the global batch are a rank's: those of its shards, one after another.
+// Returns the tokens of the global batch that are a rank's: those of its shards, one after another.
 [[nodiscard]] Range tokens_of_rank(int64_t global_batch, int64_t rank, int64_t num_ranks);
 // A rank's shards as ranges of its own tokens.
 [[nodiscard]] Shards make_shards(int64_t global_batch, int64_t rank, int64_t num_ranks);

@@ -77,7 +77,7 @@ using Json = nlohmann::ordered_json;
 constexpr std::string_view kMagic = "weft-moe-checkpoint 1 ";
 constexpr size_t kChecksumDigits = 16;
 
-// What must be equal to go on; also the fields as they stand in the file.
+// Returns the fields that must be equal to go on, as they stand in the file.
 Json identity(const CheckpointHeader& header) {
   Json json;
   visit_fields(header.model, [&](const char* name, auto value) { json[name] = value; });

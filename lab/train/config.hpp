@@ -38,7 +38,7 @@ void visit_fields(const ModelConfig& model, const Visit& visit) {
   visit("balance_weight", model.balance_weight);
 }
 
-// Which of the micro-batches of a step run at the same time. The results are the same.
+// Overlap of a step's micro-batches: what runs at the same time. The results are the same.
 struct OverlapConfig {
   bool is_on = false;  // the forward of one runs with the backward of the one before it
   bool delays_weight_gradients = false;  // of experts: behind those that the exchange waits for

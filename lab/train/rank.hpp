@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the layers of a rank share: its phases, scratch memory, and the calls of the exchange with
-// rows in the type that layers compute in. The layers (layers/block.hpp, step_model.hpp) call it.
+// State that the layers of a rank share: its phases, scratch memory, and the calls of the exchange
+// with rows in the type that layers compute in. The layers (layers/block.hpp, step_model.hpp) call
+// it.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +22,8 @@
 
 namespace weft::moe {
 
-// Where the time of a lane goes. Phases follow each other; starting one ends the one before.
+// Phases into which the time of a lane falls. They follow each other; starting one ends the one
+// before.
 enum class Phase : uint8_t {
   kDense,  // embedding, norms, output head, loss
   kRoute,
@@ -51,7 +53,7 @@ class PhaseTimer {
     end_phase(Clock::now());
     is_running_ = false;
   }
-  // What someone else has measured.
+  // Adds seconds to a phase, measured here or elsewhere.
   void add(Phase phase, double seconds) { seconds_[static_cast<size_t>(phase)] += seconds; }
   // Seconds by phase; only phases that have ended count.
   [[nodiscard]] const std::array<double, kNumPhases>& seconds() const { return seconds_; }
@@ -96,7 +98,7 @@ struct Traffic {
   }
 };
 
-// What the blocks of a rank share, those of all micro-batches included.
+// State that the blocks of a rank share, those of all micro-batches included.
 struct MoeContext {
   Exchange& exchange;
   const ModelConfig& config;
@@ -110,7 +112,7 @@ struct MoeContext {
   Traffic dispatch = {};           // written by the lane that calls the exchange
   Traffic combine = {};
 
-  // Of all plans of tokens.
+  // Options of all plans of tokens.
   [[nodiscard]] PlanOptions plan_options() const {
     PlanOptions options = {.layout = Layout::kExpertMajor};
     if (replicas > 0) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the replicas of a balanced plan compute with: the weights of experts of other ranks, which
-// come before the experts run, and gradients, which go back to the masters after backward.
+// Data of the replicas of a balanced plan: the weights of experts of other ranks, which come before
+// the experts run, and gradients, which go back to the masters after backward.
 //
 // An exchange of its own carries both. Its "experts" are the places for replicas of all ranks, and
 // the rows of weights of an expert are its tokens: dispatch brings them to every replica, as they

@@ -69,7 +69,7 @@ class Model {
     }
   }
 
-  // What the next forward and backward are of; must outlive them.
+  // Sets the batch of the next forward and backward, which must outlive them.
   void load(const Batch& batch) {
     windows_ = reinterpret_cast<const uint8_t*>(batch.windows.data());
     targets_ = reinterpret_cast<const uint8_t*>(batch.targets.data());
@@ -107,7 +107,7 @@ class Model {
   // Ends the phase that a piece on this lane has begun.
   void pause(overlap::Lane lane) { rank_->pause(lane); }
 
-  // Of the last forward.
+  // Returns this rank's share of the loss in the last forward.
   [[nodiscard]] LossShare share() const {
     LossShare share;
     for (const Range& shard : tokens_->shards) {
@@ -256,7 +256,7 @@ class StepModel {
     }
   }
 
-  // Of all micro-batches, once they have run.
+  // Returns this rank's share of the loss in all micro-batches, once they have run.
   [[nodiscard]] LossShare share() const {
     LossShare share = models_.front().share();
     for (size_t idx = 1; idx < models_.size(); ++idx) {

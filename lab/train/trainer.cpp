@@ -19,8 +19,9 @@ namespace {
 // Sums over the ranks that ride behind the replicated parameters.
 enum Scalar : size_t { kLossScalar, kBalanceScalar, kNumScalars };
 
-// What a rank allocates on the host at least: parameters and AdamW's moments, the gradients of each
-// shard, and what a token meets in a block. In doubles, as the numbers come from outside.
+// Returns the bytes that a rank allocates on the host at least: parameters and AdamW's moments, the
+// gradients of each shard, and what a token meets in a block. They are doubles, as the numbers come
+// from outside.
 double least_memory(const TrainConfig& config, int num_ranks) {
   const ModelConfig& model = config.model;
   const ModelLayout layout = make_layout(model, 0, num_ranks);
@@ -66,7 +67,7 @@ const TrainConfig& checked(
   return config;
 }
 
-// Of any rank in a micro-batch.
+// Returns the most tokens that any rank has in a micro-batch, at least 1.
 int64_t most_tokens(const TrainConfig& config, int num_ranks) {
   int64_t most = 1;
   for (int rank = 0; rank < num_ranks; ++rank) {
@@ -258,7 +259,7 @@ int64_t Trainer::num_tokens() const {
   return sum;
 }
 
-// For checkpoints: what this rank owns, as it is now, and of which run.
+// Returns what this rank owns, as it is now, for checkpoints; header() tells of which run.
 std::vector<StatePiece> Trainer::pieces() {
   const auto part = [](std::span<float> values, AdamMoments& moments, size_t begin, size_t size) {
     return std::array<std::span<float>, 3>{

@@ -31,12 +31,12 @@
 
 namespace weft::moe {
 
-// Of this rank; trivially copyable.
+// Report of this rank on a step; trivially copyable.
 struct RankReport {
   int64_t num_tokens = 0;
   double seconds = 0;  // of the whole step
-  // By Phase. Without overlap they add up to `seconds`; with it each is the time that its lane
-  // worked on it, and lanes work at the same time.
+  // Seconds by Phase. Without overlap they add up to `seconds`; with it each is the time that its
+  // lane worked on it, and lanes work at the same time.
   std::array<double, kNumPhases> phase_seconds = {};
   Traffic dispatch = {};  // tokens
   Traffic combine = {};

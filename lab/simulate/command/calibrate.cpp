@@ -72,7 +72,7 @@ PlanSample measure_plan(int num_ranks, int64_t num_tokens) {
   return {num_ranks, kNumExperts, num_tokens, rounded(least_us(50, work), 1)};
 }
 
-// What two processes measure together; in memory that both have.
+// Times that two processes measure together, in memory that both have.
 struct MessageTimes {
   double put_us = 0;     // 64 B into a peer's memory, its signal included
   double gather_us = 0;  // all_gather of one byte over TCP on the loopback address

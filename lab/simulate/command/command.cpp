@@ -65,8 +65,8 @@ struct SimulateOptions {
   int64_t budget_bytes = 600'000'000;
 };
 
-// Of `num_ranks`; a domain is not larger than the group. Throws CLI::ValidationError for what does
-// not fit.
+// Returns the scenario of `num_ranks` ranks; a domain is not larger than the group. Throws
+// CLI::ValidationError for what does not fit.
 sim::Scenario make_scenario(const SimulateOptions& options, int num_ranks) {
   sim::Scenario scenario = options.wanted;
   scenario.num_ranks = num_ranks;
@@ -143,7 +143,8 @@ struct Done {
   std::vector<sim::BalancedStep> steps;  // of each size, with --balance
 };
 
-// The same number of tokens chooses experts at random where all ranks are equally busy.
+// Adds a layer's times, with --balance. Where all ranks are equally busy, the same number of tokens
+// chooses experts at random.
 void add_step(
     const SimulateOptions& options,
     const sim::Scenario& scenario,
@@ -205,7 +206,7 @@ Done run_made_up(const SimulateOptions& options, const sim::Model& model) {
     };
     const std::vector<RouteTable> routes = make_up_routing(spec, part(0, 0.5)).routes;
     done.sizes.push_back(sim::simulate(scenario, model, routes, part(0.5, 0.5)));
-    // What each rank tells all others takes most of the memory and is not shown.
+    // The counts that each rank tells all others take most of the memory and are not shown.
     done.sizes.back().traffic.counts = {};
     add_step(options, scenario, model, routes, done);
     before += size;

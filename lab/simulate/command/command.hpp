@@ -20,7 +20,7 @@ void add_simulate(CLI::App& app);
 
 // The tables that there are, in order: "times", "busy", "bytes", "cpu", "gpu", "messages".
 [[nodiscard]] std::vector<std::string> simulation_tables();
-// Those named in `wanted` (empty: all), each with a line for each size.
+// Returns the tables named in `wanted` (empty: all), each with a line for each size.
 [[nodiscard]] std::string simulation_text(
     std::span<const sim::Simulation> sizes, std::span<const std::string> wanted
 );
@@ -38,7 +38,7 @@ void add_simulate(CLI::App& app);
     const sim::Model& model
 );
 
-// Where each resource ends: the most ranks that fit its bound, the rest of the scenario as it is.
+// Returns the most ranks that fit each resource's bound, the rest of the scenario as it is.
 [[nodiscard]] Table ends_table(
     const sim::Scenario& scenario, const sim::Model& model, int64_t budget_bytes
 );

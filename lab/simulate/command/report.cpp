@@ -40,7 +40,7 @@ template <auto... kPath>
 std::string size_of(const Simulation& one) {
   return size_text(static_cast<uint64_t>((one.*....*kPath)));
 }
-// Of a number of rows.
+// The bytes of a number of rows, as text.
 template <auto... kPath>
 std::string rows_of(const Simulation& one) {
   return size_text(static_cast<uint64_t>((one.*....*kPath) * one.scenario.row_bytes));
@@ -384,7 +384,7 @@ Table ends_table(const sim::Scenario& scenario, const sim::Model& model, int64_t
   const auto add = [&](const char* resource, const std::string& bound, const auto& fits) {
     table.add_row({resource, bound, most_ranks(fits)});
   };
-  // What a number of ranks takes of the budget, or of the patience.
+  // These add a resource that the budget bounds, or the patience.
   const auto add_bytes = [&](const char* resource, const auto& bytes_of) {
     add(resource, room, [&](int ranks) { return bytes_of(memory(ranks), ranks) <= budget; });
   };

@@ -32,7 +32,7 @@ struct LaneSeconds {
   double exposed = 0;   // the exchange lane was busy, the compute lane not
 };
 
-// What every rank tells of a step; trivially copyable, travels between ranks.
+// Report of one rank on a step; trivially copyable, travels between ranks.
 struct RankStep : moe::RankReport {
   overlap::LaneTimes lanes = {};
   double wait_seconds = 0;  // for the peer it waited for most, since the exchange was made
@@ -98,7 +98,7 @@ struct TrainRecord {
   [[nodiscard]] std::vector<int64_t> recent_routes(int block) const;
 };
 
-// What does not change from step to step.
+// Facts that do not change from step to step.
 struct TrainFacts {
   std::string text_path;
   int64_t text_bytes = 0;
@@ -111,7 +111,7 @@ struct TrainFacts {
   CopyRates rates = {};    // of plain copies; zero: not measured (yet)
 };
 
-// What is printed before the first step and after the last one.
+// Texts that are printed before the first step and after the last one.
 [[nodiscard]] std::string train_headline(const TrainFacts& facts);
 [[nodiscard]] std::string train_text(const TrainFacts& facts, const TrainRecord& record);
 [[nodiscard]] nlohmann::ordered_json train_json(const TrainFacts& facts, const TrainRecord& record);

@@ -78,7 +78,7 @@ LineChart loss_chart(const TrainRecord& record) {
   return chart;
 }
 
-// Of one block's experts.
+// Returns the routes of one block's experts.
 std::span<const double> routes_of(const TrainRecord& record, const StepPoint& point, int block) {
   const auto num_experts = static_cast<size_t>(record.model.num_experts);
   return std::span(point.routes).subspan(static_cast<size_t>(block) * num_experts, num_experts);
@@ -130,7 +130,7 @@ BarChart phase_chart(const TrainRecord& record) {
   return chart;
 }
 
-// What rank 0 did in its last step.
+// Chart of what rank 0 did in its last step.
 LaneChart lane_chart(const TrainRecord& record) {
   LaneChart chart = {
       fmt::format("Step {} of rank 0", record.last_step), "ms since forward began", {}, {}};

@@ -17,7 +17,7 @@
 
 namespace weft::overlap {
 
-// What a callback is told about the lane that it runs on.
+// Facts that a callback is told about the lane that it runs on.
 struct LaneContext {
   Lane lane = Lane::kCompute;
 };
@@ -34,7 +34,7 @@ struct Node {
   Work weight_gradient = {};
 };
 
-// What the caller gives for one micro-batch: nodes by layer, -1 for those of none.
+// Nodes that the caller gives for one micro-batch, by layer; -1 for those of none.
 struct ChunkNodes {
   int num_layers = 0;
   std::map<std::pair<int, NodeKind>, Node> nodes = {};
@@ -67,14 +67,14 @@ struct MicroBatches {
     bool early_attention_release = false
 );
 
-// In the order of a pipeline of one rank: F0, each backward with the next forward, the last
-// backward. Throws Error (kInvalidArgument) without micro-batches.
+// Returns the schedule in the order of a pipeline of one rank: F0, each backward with the next
+// forward, the last backward. Throws Error (kInvalidArgument) without micro-batches.
 [[nodiscard]] Schedule schedule_overlapped(const MicroBatches& batches);
 
 // Runs one micro-batch after the other on this thread, forward and backward.
 void run_in_turn(const MicroBatches& batches);
 
-// What ran when.
+// Time in which a step ran.
 struct Span {
   int step = -1;  // in the schedule
   std::string name;
@@ -88,7 +88,7 @@ struct Trace {
   std::vector<Span> spans;  // by begin, then by step
 };
 
-// Into the order that Trace promises.
+// Sorts the spans into the order that Trace promises.
 void sort_spans(Trace& trace);
 
 // Chrome's trace format: one process with a row for each lane.

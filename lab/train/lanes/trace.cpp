@@ -35,7 +35,7 @@ Json span_event(const Span& span) {
       {"args", {{"step", span.step}, {"micro_batch", span.micro_batch}}}};
 }
 
-// For how long at least one of these lanes worked.
+// Returns for how many nanoseconds at least one of these lanes worked.
 int64_t busy_ns(const Trace& trace, std::initializer_list<Lane> lanes) {
   int64_t sum = 0;
   int64_t reached = 0;

@@ -21,7 +21,7 @@ struct AdamStep {
   float bias2 = 1;  // 1 - beta2^step
 };
 
-// What one step does alike to every element.
+// Rates of one step, the same for every element.
 struct AdamRates {
   float beta1;
   float beta2;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kLibrary = "libopenblas.so.0";
 
-// By what the processor can do. Null where the library knows better.
+// Returns OpenBLAS's name for kernels that suit the processor; null where the library knows better.
 const char* kernels_for(int64_t targets) {
   if ((targets & HWY_AVX3) != 0) {
     return "SkylakeX";

@@ -296,7 +296,7 @@ class Block {
   Experts experts_;
   Replicas replicas_;
 
-  // What forward keeps for backward.
+  // Values that forward keeps for backward.
   std::vector<float> probs_;       // [num_tokens, num_experts]
   std::vector<int32_t> topk_idx_;  // [num_tokens, topk]
   std::vector<float> weights_;     // [num_tokens, topk]

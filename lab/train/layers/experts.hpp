@@ -72,7 +72,7 @@ class Experts {
   }
 
  private:
-  // Where an expert's part begins, in elements, and the shapes of its two products.
+  // Place where an expert's part begins, in elements, and the shapes of its two products.
   struct Place {
     ProductShape into;
     ProductShape out_of;

@@ -13,7 +13,7 @@ std::span<float> row_of(float* rows, int64_t row, int64_t cols) {
   return {rows + row * cols, static_cast<size_t>(cols)};
 }
 
-// Where the vector of a byte at a position begins in the table.
+// Returns where the vector of a byte at a position begins in the table.
 int64_t vector_at(const EmbeddingShape& s, int64_t position, uint8_t byte) {
   return (position * kNumBytes + byte) * s.hidden;
 }
@@ -212,7 +212,7 @@ void Math::cross_entropy(const LossShape& s, double* losses, float* grad_logits)
     float& largest = *std::ranges::max_element(row);
     const float margin = largest - row[target];
     softmax_in_place(row);
-    // By way of the largest, whose logarithm is always finite.
+    // The loss comes from the largest probability, whose logarithm is always finite.
     losses[t] = static_cast<double>(margin) - std::log(static_cast<double>(largest));
     row[target] -= 1.0F;
     std::ranges::for_each(row, [&](float& value) { value *= s.scale; });

@@ -45,7 +45,7 @@ struct RouterShape {
   float* weights = nullptr;     // [num_tokens, topk]
 };
 
-// What the activation of experts meets.
+// Rows that the activation of experts works on.
 struct SwigluRows {
   int64_t rows = 0;
   int64_t inner = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which parameters a model has, and where a rank keeps those it stores: two flat vectors, one of
-// the replicated parameters, equal on all ranks, one of its own experts.
+// Parameters of a model, and where a rank keeps those it stores: two flat vectors, one of the
+// replicated parameters, equal on all ranks, one of its own experts.
 #pragma once
 
 #include <cstddef>
