@@ -13,7 +13,7 @@
 
 namespace weft {
 
-// What the threads of a block know of a call, in shared memory. Arrays are by rank and hold
+// State of a call that the threads of a block share, in shared memory. Arrays are by rank and hold
 // addresses as this rank reaches them.
 struct CallSetup {
   uint32_t epoch;

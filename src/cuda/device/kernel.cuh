@@ -39,7 +39,7 @@ void prepare(const Kernel<Call>& kernel) {
   }
 }
 
-// As prepare(), for launches that each say how much shared memory a block has. Returns the most
+// Prepares a kernel whose launches each say how much shared memory a block has. Returns the most
 // that this GPU has beside what the kernel declares.
 template <class... Parameters>
 int prepare_for_any_shared(void (*kernel)(Parameters...)) {

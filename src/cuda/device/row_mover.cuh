@@ -55,7 +55,7 @@ struct RowSpan {
   uint32_t bytes;
 };
 
-// Where one row goes: up to two addresses per lane, null for none.
+// Addresses that one row goes to: up to two per lane, null for none.
 struct Targets {
   std::byte* first = nullptr;
   std::byte* second = nullptr;

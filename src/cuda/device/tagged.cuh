@@ -61,7 +61,7 @@ __device__ __forceinline__ bool wait_tagged(
   return is_of_call(seen, site.epoch);
 }
 
-// Where the routing of `source` lies in the memory of `rank`.
+// Returns the address of the routing of `source` in the memory of `rank`.
 __device__ __forceinline__ uint64_t* routing_of(
     const RankView& me, int rank, uint32_t epoch, int source
 ) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which warps of a block work on the same rows: a team of warps shares each row, one slice of the
-// columns per warp. With several warps to a row the first chunks finish soon, so that whoever waits
-// for their signals can begin; with one warp to a row the first signals would come when half of all
-// rows are through. One more warp of each block raises the signals.
+// Teams of warps in a block: a team shares each row, one slice of the columns per warp. With
+// several warps to a row the first chunks finish soon, so that ranks that wait for their signals
+// can begin; with one warp to a row the first signals would come when half of all rows are through.
+// One more warp of each block raises the signals.
 //
 // The roles of dispatch and combine divide their work by these functions.
 #pragma once
@@ -68,9 +68,9 @@ WEFT_HD inline int team_warps(int64_t row_bytes, int64_t num_tokens) {
   return warps;
 }
 
-// The same where nobody waits for the first rows: the fewer warps share a row, the fewer
-// instructions it takes. But each team of the role's blocks still has some chunks, so that all end
-// at about the same time; how many is a guess.
+// Returns how many warps share a row where no rank waits for the first rows, at most `most`: the
+// fewer share it, the fewer instructions it takes. But each team of the role's blocks still has
+// some chunks, so that all end at about the same time; how many is a guess.
 WEFT_HD inline int least_team_warps(int most, int num_chunks, int num_blocks) {
   constexpr int kLeastChunks = 3;
   int warps = most;

@@ -162,7 +162,7 @@ __device__ inline std::byte* peer_data(
 
 // One thread waits until *signal has reached `wanted` (acquire, system scope). It returns false if
 // the call is given up, by this wait's deadline or elsewhere on this rank; the caller then leaves
-// its role. Of a rank that is lost there is nothing to wait for.
+// its role. Waits for a lost rank end at once.
 // A call that is given up still waits for handshakes, so that no rank gets two calls ahead of
 // another. `times` multiplies the deadline, for waits whose timeout would say less than that of
 // another wait for the same peer.
@@ -203,7 +203,7 @@ __device__ inline bool wait_reached(
   }
 }
 
-// The same for a warp: one lane polls, every lane gets the result.
+// Does wait_reached() for a warp: one lane polls, every lane gets the result.
 __device__ __forceinline__ bool wait_reached_warp(
     const RankView& me, const uint32_t* signal, uint32_t wanted, const WaitSite& site
 ) {
@@ -232,9 +232,9 @@ __device__ __forceinline__ uint32_t calls_since_break(const RankView& me, uint32
   return epoch - *reinterpret_cast<volatile uint32_t*>(&me.local->broken_epoch);
 }
 
-// What this rank says of itself in the handshake of a call. A rank that did not wait for a peer is
-// soon calls ahead of it, and two calls share the place of a handshake: it refuses the next call,
-// and is silent in all after that.
+// Returns the status that this rank sends in the handshake of a call. A rank that did not wait for
+// a peer is soon calls ahead of it, and two calls share the place of a handshake: it refuses the
+// next call, and is silent in all after that.
 __device__ __forceinline__ WordStatus own_status(const RankView& me, uint32_t epoch) {
   if (!is_stopped(me)) {
     return WordStatus::kGood;
@@ -245,9 +245,9 @@ __device__ __forceinline__ WordStatus own_status(const RankView& me, uint32_t ep
                                                          : WordStatus::kRefused;
 }
 
-// The same in a call of rows, of which any block may find a fault before the one that speaks
-// begins. What is wrong with this very call the peers find by themselves, if they hear what this
-// rank called; were it refused, they would hear no reason.
+// Returns the status in a call of rows, in which any block may find a fault before the one that
+// sends the handshake begins. A fault of this very call the peers find by themselves, if they hear
+// what this rank called; were it refused, they would hear no reason.
 __device__ __forceinline__ WordStatus own_status_at_begin(const RankView& me, uint32_t epoch) {
   const StopState state = stop_state(me);
   if (state == StopState::kRunning) {
@@ -261,10 +261,10 @@ __device__ __forceinline__ WordStatus own_status_at_begin(const RankView& me, ui
   return given_up == epoch ? WordStatus::kGood : WordStatus::kRefused;
 }
 
-// Whether this rank may write to its peers before their handshakes of this call have come. One that
-// has broken off may not: a peer that did not come may still read what would be written over. A
-// fault of this call keeps nobody from it: blocks that begin late still send their part, from which
-// peers learn of the fault.
+// Returns whether this rank may write to its peers before their handshakes of this call have come.
+// One that has broken off must not: a peer that did not come may still read what would be written
+// over. A fault of this call keeps no rank from it: blocks that begin late still send their part,
+// from which peers learn of the fault.
 __device__ __forceinline__ bool may_write_ahead(const RankView& me, uint32_t epoch) {
   return calls_since_break(me, epoch) == 0;
 }
@@ -402,7 +402,7 @@ __device__ __forceinline__ DeviceHandshake read_word(const DeviceHandshake* from
   return bits.word;
 }
 
-// Whether the call can go on after a peer's handshake; raises the fault if not.
+// Returns whether the call can go on after a peer's handshake; raises the fault if not.
 __device__ __forceinline__ bool check_word(
     const RankView& me,
     uint32_t epoch,

@@ -9,7 +9,7 @@
 
 namespace weft::ptx {
 
-// Whether this pass of the compiler may use it; elsewhere no kernel may call what follows.
+// True if this pass of the compiler may use the engine; if false, no kernel may call what follows.
 #if __CUDA_ARCH__ >= 900
 inline constexpr bool kHasBulkCopies = true;
 #else

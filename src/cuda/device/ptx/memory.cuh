@@ -42,7 +42,7 @@ __device__ __forceinline__ void fence_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// As above, for threads of this GPU only.
+// Orders them for threads of this GPU only.
 __device__ __forceinline__ void fence_gpu() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
@@ -66,7 +66,7 @@ __device__ __forceinline__ uint4 load_16(const void* address) {
   return value;
 }
 
-// Likewise 8 bytes.
+// Loads 8 bytes in the same way.
 __device__ __forceinline__ uint2 load_8(const void* address) {
   uint2 value;
   asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
