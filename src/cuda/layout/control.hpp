@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where everything lies in a rank's control region, the device memory through which the GPUs of a
-// domain tell each other about calls: byte offsets, for host and device alike. Peers write the
-// region, its owner reads it. It starts all zero and nothing in it is ever reset.
+// Layout of a rank's control region, the device memory through which the GPUs of a domain tell each
+// other about calls: byte offsets, for host and device alike. Peers write the region, its owner
+// reads it. It starts all zero and nothing in it is ever reset.
 //
 // Every call has a number, its epoch, which the kernels themselves count on each GPU, so that a
 // replayed graph goes on counting. A signal is raised by storing the epoch of the call: it says
@@ -111,7 +111,7 @@ struct SignalSlots {
     return second_word(1, num_ranks) + source;
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return whole(num_ranks); }
-  // The same where 32 bits do not hold it.
+  // Value of size() even where 32 bits do not hold it.
   [[nodiscard]] constexpr uint64_t needed() const {
     return uint64_t{num_ranks} * (uint64_t{2} * max_chunks + 10);
   }
@@ -154,7 +154,7 @@ struct RoutingMap {
   [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return kFields + 2 * max_routes; }
 };
 
-// Where a token of a source goes on this rank: its i-th row here, by ascending slot.
+// Place of a source's token on this rank: its i-th row here, by ascending slot.
 struct alignas(8) EagerSlot {
   int32_t slot = -1;   // -1: it has fewer
   int32_t origin = 0;  // as in a plan
@@ -253,8 +253,8 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t copied_offset(uint32_t area, uint32_t source) const {
     return copied_ + (area * num_ranks + source) * copied_stride;
   }
-  // What few calls need is computed each time: whatever is stored here is a parameter of every
-  // kernel, and where there are few tokens, to fetch those takes time.
+  // Offsets that few calls need are computed each time: whatever is stored here is a parameter of
+  // every kernel, and where there are few tokens, to fetch those takes time.
   [[nodiscard]] WEFT_HD constexpr uint64_t second_word_stride() const {
     return word_stride + align(sizeof(int32_t) * kMostReplicas * num_ranks);
   }
@@ -282,12 +282,12 @@ struct DeviceControlMap {
   uint64_t copied_ = 0;
 };
 
-// Which part of a call a launch is: all of it; what a rank sends, which waits for nobody; or the
+// Part of a call that a launch makes: all of it; what a rank sends, which waits for no rank; or the
 // rest, by a later launch of the same parameters with no other call between.
 enum class CallPart : uint8_t { kAll, kSend, kReceive };
 
-// What one rank sends another in a call by copy engines, as it lies in memory on both sides: rows,
-// then scale rows, then weights, each by arrival.
+// Block that one rank sends another in a call by copy engines, as it lies in memory on both sides:
+// rows, then scale rows, then weights, each by arrival.
 struct CopiedRows {
   int64_t row_bytes = 0;     // as it arrives
   int64_t scale_bytes = 0;   // PayloadFormat::staged_scale_bytes(); 0: none
@@ -312,7 +312,7 @@ inline constexpr int kCopiedArrivalBits = 24;
   return {payload.out_row_bytes(), payload.staged_scale_bytes(), payload.weight_bytes};
 }
 
-// What the kernels of one call must know of its copies.
+// Parameters of a call's copies that its kernels need.
 struct CopiedLaunch {
   CopiedRows rows;
   uint32_t number = 0;          // what SignalSlots::copied() says then, of this rank's copies
@@ -347,7 +347,7 @@ WEFT_HD constexpr uint32_t epoch_base(uint64_t stamp) {
   return static_cast<uint32_t>(stamp % 4096) << 16;
 }
 
-// What a wait was for. kWord: a handshake.
+// Object of a wait. kWord: a handshake.
 enum class WaitFor : uint32_t {
   kWord,
   kRouting,
@@ -361,8 +361,9 @@ enum class WaitFor : uint32_t {
   kMark    // of a block of an expert's rows (RowMarks); FaultRecord::what and block say which
 };
 
-// In pinned host memory; `kind` is stored last. The first fault of a call wins. Two kinds are none:
-// kOtherChoice and kBadGlobalScale are told of calls that go on, in a record of their own.
+// Record of a fault, in pinned host memory; `kind` is stored last. The first fault of a call wins.
+// Two kinds are no faults: kOtherChoice and kBadGlobalScale are told of calls that go on, in a
+// record of their own.
 struct FaultRecord {
   FaultKind kind = FaultKind::kNone;
   Op op = Op::kNone;
@@ -376,7 +377,7 @@ struct FaultRecord {
   uint64_t control = 0;  // address of this rank's control region, as the kernel knew it
 };
 
-// What the faults of a rank do to its calls; the worst one counts.
+// Effect of a rank's faults on its calls; the worst one counts.
 enum class StopState : uint32_t {
   kRunning,
   kGivenUp,  // a call is given up by all ranks; so are those queued behind it, until the host
@@ -422,7 +423,7 @@ struct alignas(8) LocalState {
   uint32_t has_gates = 0;
 };
 
-// What every kernel knows of its rank; passed by value.
+// State of a rank that each of its kernels gets, passed by value.
 struct RankView {
   int32_t rank = 0;
   int32_t num_ranks = 1;
@@ -434,7 +435,7 @@ struct RankView {
   std::byte* control[kMaxDomainRanks] = {};
   // Device memory [num_ranks][kMaxPeerRegions]: every region as mapped here.
   std::byte* const* regions = nullptr;
-  // Host memory, the same: what is new is here first.
+  // Host memory of the same shape: what is new is here first.
   std::byte* const* new_regions = nullptr;
   LocalState* local = nullptr;
   FaultRecord* fault = nullptr;  // and, behind it, the record of what is none

@@ -73,7 +73,7 @@ struct ImportedPlanLaunch {
 void prepare_imported_plan();
 void launch_imported_plan(const ImportedPlanLaunch& call, cudaStream_t stream);
 
-// What a dispatch and a combine have in common.
+// Parameters that a dispatch and a combine have in common.
 struct RowsLaunch {
   RankView me;
   PlanView plan;
@@ -129,8 +129,8 @@ struct RoutedDispatchLaunch {
   int32_t num_blocks = 2;  // in all
 };
 
-// The same with replicas: the plan is of physical experts, plan.topk_idx of those that tokens
-// choose among. Rows are pushed once the blocks that plan know where they go.
+// A RoutedDispatchLaunch with replicas: the plan is of physical experts, plan.topk_idx of those
+// that tokens choose among. Rows are pushed once the blocks that plan know where they go.
 struct BalancedDispatchLaunch : RoutedDispatchLaunch {
   FastDivide chosen_per_rank;  // experts
   int32_t min_rows = 1;        // as in BalanceLaunch
@@ -170,20 +170,20 @@ static_assert(
     "a kernel takes 4 KB of parameters"
 );
 
-// Whether a dispatch writes more than rows.
+// Returns whether a dispatch writes more than rows.
 [[nodiscard]] WEFT_HD inline bool has_extras(const DispatchLaunch& call) {
   return call.out_weights != nullptr || call.out_scales != nullptr || call.out_sources != nullptr ||
          call.out_experts != nullptr || call.out_counts != nullptr || call.count_sums != nullptr;
 }
 
-// Whether the sum role reads what the rows of this rank's own tokens hold where the caller has it:
-// nothing is to be summed before, as there is one row for each token or one for each choice, nor to
-// be coded. The other role leaves them out then.
+// Returns whether the sum role reads the rows of this rank's own tokens where the caller has them:
+// nothing must be summed before, as there is one row for each token or one for each choice, nor
+// coded. The other role leaves them out then.
 [[nodiscard]] WEFT_HD inline bool reads_own_rows(const CombineLaunch& call) {
   return call.reads_own;
 }
 
-// Whether all rows are of this rank's own tokens, several for each, and one role adds them.
+// Returns whether all rows are of this rank's own tokens, several for each, and one role adds them.
 [[nodiscard]] inline bool is_alone(const CombineLaunch& call) {
   return call.me.num_ranks == 1 && !call.one_row && call.payload.wire == Wire::kNone;
 }

@@ -15,8 +15,8 @@ namespace weft {
 // jump, back or forth, costs one look.
 class Patience {
  public:
-  // What a look counts for where waits have that deadline: at most a second, and so little that
-  // none is over before the third look.
+  // Returns the most nanoseconds that a look counts for where waits have that deadline: at most a
+  // second, and so little that no wait is over before the third look.
   static constexpr uint32_t most_of(uint64_t deadline) {
     return static_cast<uint32_t>(std::min<uint64_t>(deadline / 2, 1'000'000'000));
   }

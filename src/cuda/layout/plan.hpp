@@ -123,8 +123,8 @@ struct PlanMap {
     num_bytes_ = end;
   }
 
-  // The same places of everything, where experts are those that tokens choose among: for the first
-  // half of a plan with replicas.
+  // Returns this layout with the experts that tokens choose among, for the first half of a plan
+  // with replicas.
   [[nodiscard]] constexpr PlanMap of_chosen() const {
     PlanMap chosen = *this;
     chosen.num_experts = num_experts - num_ranks * replicas;
@@ -132,7 +132,7 @@ struct PlanMap {
     return chosen;
   }
 
-  // What the host reads in exact mode lies before this offset.
+  // Leading bytes of a plan that the host reads in exact mode.
   [[nodiscard]] WEFT_HD constexpr uint64_t shape_bytes() const { return route_expert; }
 
   [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return num_bytes_; }
