@@ -97,7 +97,7 @@ class CudaPlan final : public DevicePlan {
   mutable std::optional<PlanData> shape_;  // of its output alone
 };
 
-// Of host_shape_, which the kernel sets when it has written all.
+// Returns the flag in `host_shape` that the kernel sets when it has written all.
 volatile uint32_t* shape_flag(std::byte* host_shape, const PlanMap& map) {
   return reinterpret_cast<volatile uint32_t*>(host_shape + map.shape_bytes());
 }

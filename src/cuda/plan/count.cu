@@ -35,7 +35,7 @@ class Blocks {
   static __device__ void sync() {
     cooperative_groups::this_cluster().sync();
   }
-  // Of all blocks, the sum of what lies at the same place of shared memory.
+  // Returns the sum, over all blocks, of what lies at the same place of shared memory.
   static __device__ int32_t sum(int32_t* counted) {
     int32_t sum = 0;
 #pragma unroll
@@ -95,7 +95,8 @@ class TokenRoutes {
   uint32_t experts_per_rank_;
 };
 
-// Of the numbers first .. first + 63: bit i is 1 if a choice of the token has the i-th.
+// Returns bits of the numbers first .. first + 63: bit i is 1 if a choice of the token has the
+// i-th.
 template <class Of>
 __device__ uint64_t bits_of(int topk, int64_t first, const Of& of) {
   uint64_t bits = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What weft::count_routing asks of a GPU. count.cu has the kernel.
+// Launch of weft::count_routing on a GPU. count.cu has the kernel.
 #pragma once
 
 #include <cstdint>

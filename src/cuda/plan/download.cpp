@@ -47,7 +47,7 @@ class BlockReader {
   [[nodiscard]] bool is_rank_major() const {
     return plan_.shape.options.layout == Layout::kRankMajor;
   }
-  // Where the block has route k of a token, or of an arrival.
+  // Returns the index in the block of route k of a token, or of an arrival.
   [[nodiscard]] size_t place_of(int32_t item, size_t k) const {
     return static_cast<size_t>(item) * block_.map.max_topk + k;
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies a plan that kernels made to the host, as a PlanData. Before: the kernels of plan/; after:
-// whoever asks a plan for more than its shape.
+// callers that ask a plan for more than its shape.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,7 @@ namespace weft {
     const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream
 );
 
-// The same of the shape of this rank's output alone, without a wait for records. Nothing if the
+// Reads only the shape of this rank's output, without a wait for records. Returns nothing if the
 // call that should have made the plan was given up.
 [[nodiscard]] std::optional<PlanData> download_shape(
     const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream

@@ -12,9 +12,9 @@
 // unrolled, except where several loads must be in flight together. swap_routing.cuh has the first
 // step.
 //
-// Where popular experts have replicas, each block plans these, too, between reading and counting
-// (balance/fused.cuh): all routes become those to physical experts. Only then it is known where
-// rows go; the block that writes the shape tells those that push them.
+// Each block also plans the replicas of popular experts, if there are any, between reading and
+// counting (balance/fused.cuh): all routes become those to physical experts. Only then it is known
+// where rows go; the block that writes the shape tells those that push them.
 #pragma once
 
 #include "cuda/device/wait.cuh"
@@ -106,8 +106,8 @@ __device__ inline void count_all(
   __syncthreads();
 }
 
-// What a block plans for: the experts that tokens choose. BalancedExperts of balance/fused.cuh is
-// the other.
+// Experts that a block plans for: those that tokens choose. BalancedExperts of balance/fused.cuh
+// takes its place where there are replicas.
 struct PlainExperts {
   static constexpr bool kIsBalanced = false;
 
@@ -179,8 +179,8 @@ __device__ inline void keep_routing(const PlanLaunch& call, const PlanPlace& pla
   }
 }
 
-// What LocalState::grid counts to: one when the shape is written, one when the handshakes of all
-// ranks are accepted.
+// Value that LocalState::grid counts to: one when the shape is written, one when the handshakes of
+// all ranks are accepted.
 inline constexpr uint32_t kRoutedPlanParts = 2;
 
 // One thread waits until both are done. Returns false if the call is given up.
@@ -337,7 +337,7 @@ __device__ inline void post_plan_words(
   }
 }
 
-// The same in a later launch of the call: its handshake as it was sent.
+// Writes the handshake to `word` in a later launch of the call, as it was sent.
 __device__ inline void recall_plan_word(
     const PlanLaunch& call, uint32_t epoch, DeviceHandshake& word
 ) {

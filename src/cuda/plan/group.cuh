@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// What every thread knows of the group's outputs; the rest is in shared memory.
+// Properties of the group's outputs that every thread has; the rest is in shared memory.
 struct PlanGroup {
   Layout layout = Layout::kExpertMajor;
   BlockRule rule;       // stride resolved

@@ -14,7 +14,7 @@ namespace {
 constexpr int kImportThreads = 512;  // of a block; a guess
 static_assert(kImportThreads >= kMaxDomainRanks);
 
-// What the threads of a block know of the call, in shared memory.
+// State of the call that the threads of a block share, in shared memory.
 struct ImportedSetup {
   uint64_t call;  // its number in full
   uint32_t epoch;

@@ -25,7 +25,7 @@ struct LaneRoute {
   [[nodiscard]] __device__ bool is_route() const { return expert >= 0; }
 };
 
-// What one lane learns from the other routes of its token.
+// Facts that one lane learns from the other routes of its token.
 struct TokenNeighbours {
   uint32_t place = 0;            // of the route among the kept ones of its arrival
   uint32_t lowest = 0xffffffff;  // slot of the arrival; all ones: none kept
@@ -259,8 +259,8 @@ __device__ inline void place_tokens(
   });
 }
 
-// The same in two parts, of which the first finds what moves rows. It leaves the slots of the
-// routes where their experts have been, in shared memory.
+// Does the first of two parts of place_tokens(): it finds what moves rows. It leaves the slots of
+// the routes where their experts have been, in shared memory.
 __device__ inline void place_eager_rows(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -280,7 +280,7 @@ __device__ inline void place_eager_rows(
   }
 }
 
-// The second part.
+// Does the second part: writes the records.
 __device__ inline void write_eager_records(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {

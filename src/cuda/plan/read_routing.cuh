@@ -10,8 +10,8 @@
 
 namespace weft {
 
-// What the lanes know of the arrivals that the tokens of a step make. A step is what a warp looks
-// at in one instruction, 32 / topk tokens.
+// Arrivals that the tokens of a step make, as each lane knows them. A step is what a warp looks at
+// in one instruction, 32 / topk tokens.
 struct StepArrivals {
   uint32_t lanes = 0;  // lane r < num_ranks: which lanes are the first of their token to rank r
   uint32_t lower_ranks = 0;  // receivers of the lane's token before the lane's own

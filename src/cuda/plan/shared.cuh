@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the threads of a block of the plan kernel share (PlanShared, in shared memory), and what
-// each thread knows of its place in the call (PlanPlace).
+// State that the threads of a block of the plan kernel share (PlanShared, in shared memory), and
+// the place of each thread in the call (PlanPlace).
 //
 // Counts come in columns: [0, num_ranks) are arrivals by receiving rank, [num_ranks, num_ranks +
 // num_experts) are routes by expert. In this order they also travel behind a handshake.
@@ -19,7 +19,7 @@ namespace weft {
 
 inline constexpr uint16_t kNoShortExpert = UINT16_MAX;
 
-// What the threads of a block share.
+// Arrays that the threads of a block share.
 struct PlanShared : PlanArrays {
   std::byte** control;  // [num_ranks] control regions as mapped here
   std::byte** blocks;   // [num_ranks] plan blocks as mapped here; null: gets no records
@@ -28,7 +28,8 @@ struct PlanShared : PlanArrays {
   uint64_t* call;       // the call's number in full, as one thread writes it
   uint32_t num_routes;  // most of a rank, in a plan that is made from all ranks' routing
 
-  // [columns] of this rank.
+  // Experts of the routes of `rank`: [num_routes], all ones for none. own(): [columns] counts of
+  // this rank.
   [[nodiscard]] __device__ uint16_t* experts_of(uint32_t rank) const {
     return experts + rank * num_routes;
   }
@@ -62,8 +63,8 @@ __device__ inline PlanShared carve(
   return shared;
 }
 
-// Where this thread stands in the call. A warp takes the tokens [tokens.first, tokens.last), `step`
-// at a time: lane = group * topk + k, so that all routes of a token are in one warp instruction.
+// Place of this thread in the call. A warp takes the tokens [tokens.first, tokens.last), `step` at
+// a time: lane = group * topk + k, so that all routes of a token are in one warp instruction.
 struct PlanPlace {
   uint32_t epoch = 0;
   uint32_t source = 0;     // the rank whose tokens are planned: this one, except in fused.cuh
@@ -83,7 +84,7 @@ struct PlanPlace {
   uint32_t lost = 0;          // as LocalState has it
   uint32_t nowhere = 0;       // those of them that routes cannot go to, or no others
   bool writes_tokens = true;  // this block writes what this rank keeps of its own tokens
-  // Where routes are read: row `token` has its k-th at token * stride + k.
+  // Arrays from which routes are read: row `token` has its k-th at token * stride + k.
   const int32_t* route_expert = nullptr;
   const uint16_t* short_expert = nullptr;  // instead, all ones for none
   const float* route_weight = nullptr;
@@ -94,7 +95,7 @@ struct PlanPlace {
     return source == static_cast<uint32_t>(me.rank);
   }
   [[nodiscard]] __device__ bool is_lost(uint32_t rank) const { return (lost >> rank & 1U) != 0; }
-  // Whether routes to the expert are none, as nobody has it.
+  // Returns whether routes to the expert count as none, as no rank has it.
   [[nodiscard]] __device__ bool is_nowhere(uint32_t expert) const {
     return is_nowhere(expert, experts_per_rank);
   }

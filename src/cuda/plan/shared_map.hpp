@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What host and device know alike of the plan kernel: small integer arithmetic, and the layout of a
-// block's shared memory, as byte offsets: the host asks how large it is, the kernel (shared.cuh)
+// Parts of the plan kernel that host and device share: small integer arithmetic, and the layout of
+// a block's shared memory, as byte offsets: the host asks how large it is, the kernel (shared.cuh)
 // where each array lies.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What weft::spread_routing asks of a GPU. spread.cu has the kernel.
+// Launch of weft::spread_routing on a GPU. spread.cu has the kernel.
 #pragma once
 
 #include <cstdint>

@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// Where the handshake of a source and its counts lie on every rank, and the signal that says so.
+// Offset of the handshake of a source and its counts on every rank, and the signal that says so.
 __device__ __forceinline__ uint64_t
 word_offset(const PlanLaunch& call, uint32_t epoch, uint32_t source) {
   const DeviceControlMap& map = call.me.map;

@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// Those that tokens choose among: all, or the masters where there are replicas.
+// Experts that tokens choose among: all, or the masters where there are replicas.
 struct ChosenExperts {
   uint32_t count;
   const FastDivide& per_rank;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What comes before the plan kernel where popular experts get replicas, in the same call: the
-// counts of all ranks, the replicas, and this rank's routes to physical experts. Nothing waits for
-// the host. Previous in the data flow: the router; next: plan/plan.cu, as the call's second half.
+// Steps before the plan kernel where popular experts get replicas, in the same call: the counts of
+// all ranks, the replicas, and this rank's routes to physical experts. Nothing waits for the host.
+// Previous in the data flow: the router; next: plan/plan.cu, as the call's second half.
 #include <limits>
 
 #include "cuda/exchange/exchange.hpp"

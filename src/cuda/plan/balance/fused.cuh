@@ -25,7 +25,7 @@ namespace weft {
 
 static_assert(kRoutedThreads == kPlaceThreads && kMaxDomainRanks <= kWarpLanes);
 
-// What the threads of a block share, behind PlanArrays.
+// Arrays that the threads of a block share, behind PlanArrays.
 struct BalanceArrays {
   int32_t* counts = nullptr;    // [num_ranks, num_experts] routes; then those that are assigned
   int32_t* quotas = nullptr;    // [num_ranks, shape.count()]; then AssignShared::end by source
@@ -62,7 +62,8 @@ WEFT_HD inline PhysicalExperts physical_experts(const PlanMap& map) {
       static_cast<int>(map.replicas)};
 }
 
-// As PlainExperts of plan/fused.cuh.
+// Experts that a block plans for where popular ones have replicas, in place of PlainExperts of
+// plan/fused.cuh.
 class BalancedExperts {
  public:
   static constexpr bool kIsBalanced = true;

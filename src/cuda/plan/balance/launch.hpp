@@ -41,7 +41,7 @@ struct BalanceLaunch {
   const int32_t* counts = nullptr;     // [num_ranks, num_experts] at least 0, below 2^31 together
   const int32_t* domain_of = nullptr;  // [num_ranks]; null: all ranks are in one domain
   const uint32_t* lost = nullptr;      // LocalState::lost, on the GPU; null: none
-  // What it writes: Balance::replicas, Placement::rows and Balance::quotas.
+  // Arrays that it writes: Balance::replicas, Placement::rows and Balance::quotas.
   int32_t* replicas = nullptr;  // [num_ranks, shape.replicas]
   int32_t* rows = nullptr;      // [shape.count()]
   int32_t* quotas = nullptr;    // [num_ranks, shape.count()]

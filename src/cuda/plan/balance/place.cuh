@@ -2,9 +2,9 @@
 // The placement of replicas, by one block: plan/balance/place.cpp with a warp for each limit of a
 // round, and one to even out what they find. After: share_out.cuh.
 //
-// What a step of an attempt reads is in registers, a rank's load in the lane of that number (of the
-// second half, for more than 32 ranks), and in the warp's own part of shared memory, so that
-// a replica costs four reductions over the warp, two at a time, and no wait for other warps.
+// Values that a step of an attempt reads are in registers, a rank's load in the lane of that number
+// (of the second half, for more than 32 ranks), and in the warp's own part of shared memory, so
+// that a replica costs four reductions over the warp, two at a time, and no wait for other warps.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ inline constexpr int kPlaceWarps = LimitSearch::kProbes;
 inline constexpr int kPlaceThreads = kPlaceWarps * kWarpLanes;
 inline constexpr int32_t kMostRows = 0x7fffffff;
 
-// What an attempt leaves behind.
+// Placement that an attempt leaves behind.
 struct PlacedRows {
   int32_t* masters = nullptr;   // [num_experts] rows that stay at the master
   int32_t* experts = nullptr;   // [num_ranks, replicas] of each replica, -1: none
@@ -47,7 +47,7 @@ __device__ inline PlacedRows placed_rows(
   return placed;
 }
 
-// What whole blocks hold of so many rows.
+// Returns so many rows, rounded down to whole blocks.
 __device__ __forceinline__ int32_t in_blocks(const BalanceLaunch& call, int32_t rows) {
   return call.block_rows > 1 ? rows - rows % call.block_rows : rows;
 }

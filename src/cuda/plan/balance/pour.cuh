@@ -101,8 +101,8 @@ __device__ inline bool pour(
   return __any_sync(kAllLanes, has_changed) != 0;
 }
 
-// Of an expert that is listed, the rank whose place takes what is less than a block: its owner, or
-// where that is lost the one of its last replica. `place` as places_of() has it.
+// Returns the rank whose place of a listed expert takes what is less than a block: the owner, or
+// where that is lost the rank of the last replica. `place` as places_of() has it.
 template <int kPerLane>
 __device__ __forceinline__ int last_rank(
     const PhysicalExperts& shape, uint32_t lost, int expert, const OfRanks<kPerLane>& place

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of balancing know of each rank, a rank in a lane of a warp: which ones are lost,
+// State of each rank in the kernels of balancing, a rank in a lane of a warp: which ones are lost,
 // and where the places of an expert are.
 #pragma once
 

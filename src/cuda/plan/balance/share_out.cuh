@@ -3,9 +3,9 @@
 // each place, since a rank has at most one place of an expert. Before: place.cuh; after:
 // assign.cuh.
 //
-// What sources still have is laid end to end, and so is the room of places; a source and a place
-// get what both intervals have in common. That is what filling one place after the other gives.
-// Where replicas take blocks, all is laid out at once, with the master's room at the end.
+// Rows that sources still have are laid end to end, and so is the room of places; a source and a
+// place get what both intervals have in common. That is what filling one place after the other
+// gives. Where replicas take blocks, all is laid out at once, with the master's room at the end.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace weft {
 inline constexpr int kShareWarps = 4;
 inline constexpr int kShareThreads = kShareWarps * kWarpLanes;
 
-// Of sources and places within groups of ranks: both laid end to end, in each group from 0 on.
+// Sources and places within groups of ranks, both laid end to end, in each group from 0 on.
 template <int kPerLane>
 struct LaidOut {
   OfRanks<kPerLane> group;
@@ -106,7 +106,7 @@ __device__ inline void link_places(
   }
 }
 
-// What the sources of a lane send to a place on `rank`, of the `half` of the lanes' ranks.
+// Adds to `quota` the rows that a lane's sources send to the place on rank `lane` of the `half`.
 template <int kPerLane>
 __device__ __forceinline__ void add_common(
     const LaidOut<kPerLane>& laid, int half, int lane, OfRanks<kPerLane>& quota
