@@ -20,9 +20,9 @@
 
 namespace weft {
 
-// What another process needs to map some memory; only the transport that made it understands it.
-// Travels to the peers over the board, so it holds plain bytes: as many as CUDA IPC needs, a handle
-// of 64 and an offset of 8.
+// Data that another process needs to map some memory; only the transport that made it understands
+// it. Travels to the peers over the board, so it holds plain bytes: as many as CUDA IPC needs, a
+// handle of 64 and an offset of 8.
 using ExportedMemory = std::array<std::byte, 72>;
 
 struct GpuAllocation {

@@ -14,7 +14,7 @@
 namespace weft {
 namespace {
 
-// What a peer needs to map some memory. A handle names the whole allocation of the driver that
+// Data that a peer needs to map some memory. A handle names the whole allocation of the driver that
 // holds it.
 struct Export {
   cudaIpcMemHandle_t handle;

@@ -103,7 +103,7 @@ std::string obstacle_to(const GpuIdentity& own, const GpuIdentity& other, size_t
   return {};
 }
 
-// The same for all ranks, those aside that were never met.
+// Returns the first obstacle_to() any rank, those aside that were never met; empty: none.
 std::string reach_obstacle(const std::vector<GpuIdentity>& gpus, int own) {
   for (size_t rank = 0; rank < gpus.size(); ++rank) {
     if (gpus[rank].pid == 0) {

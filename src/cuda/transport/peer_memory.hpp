@@ -22,7 +22,7 @@
 
 namespace weft {
 
-// Which process and which GPU a rank has. Trivially copyable; travels between ranks.
+// Process and GPU of a rank. Trivially copyable; travels between ranks.
 struct GpuIdentity {
   uint64_t pid = 0;
   uint64_t process_id = 0;  // random, for processes of one number in different containers
@@ -37,7 +37,8 @@ struct GpuIdentity {
   [[nodiscard]] bool is_same_gpu(const GpuIdentity& other) const { return uuid == other.uuid; }
 };
 
-// Collective: everybody's, by rank. Does not throw for lack of a GPU `device`.
+// Collective. Returns the identities of all ranks, by rank. Does not throw for lack of a GPU
+// `device`.
 [[nodiscard]] std::vector<GpuIdentity> gather_identities(const Group& group, int device);
 
 // Regions in GPU memory, and the table of them that kernels read. Peers of the same process use
@@ -65,11 +66,11 @@ class CudaRegions : public RegionSource {
   // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
   // mapped.
   [[nodiscard]] std::byte* const* table() const { return table_.get(); }
-  // The same in host memory that kernels can read: entries are here before they are in table().
+  // Copy of table() in host memory that kernels can read: entries are here before they are there.
   [[nodiscard]] std::byte* const* new_table() const { return new_table_.get(); }
   // Ranks, this one included, whose GPU is this rank's own.
   [[nodiscard]] int ranks_on_this_gpu() const;
-  // Whether other processes map this rank's memory.
+  // Returns whether other processes map this rank's memory.
   [[nodiscard]] bool is_exported() const;
 
  private:

@@ -54,13 +54,13 @@ struct Meeting {
   [[nodiscard]] bool is_new(int rank) const { return std::ranges::binary_search(newcomers, rank); }
 };
 
-// What a rank's regions of device memory look like to its peers: one board per rank in host memory
-// that all ranks map. Its owner writes the entries; each peer writes its row of acknowledgements.
+// List of a rank's regions of device memory for its peers: one board per rank in host memory that
+// all ranks map. Its owner writes the entries; each peer writes its row of acknowledgements.
 //
 // A stamp counts what happened to an entry: odd = the region is there, even = it is gone (0: there
 // never was one). A peer acknowledges a stamp once its table agrees with it. The handle of an entry
-// changes only when every peer that is alive has acknowledged the last even stamp, so whoever has
-// read an odd stamp may take its time to read the handle and map the region.
+// changes only when every peer that is alive has acknowledged the last even stamp, so a peer that
+// has read an odd stamp may take its time to read the handle and map the region.
 class Board {
  public:
   struct alignas(64) Entry {
@@ -79,11 +79,12 @@ class Board {
     return ack(rank, region).load(std::memory_order_acquire) == 2 * stamp + 1;
   }
 
-  // The same entries, told once more to peers that have met again; newcomers know none of them.
+  // Takes over the entries of `before`, to tell them once more to peers that have met again;
+  // newcomers know none of them.
   void take_over(const Board& before, const Meeting& who);
 
   std::atomic<uint64_t> num_changes = 0;   // of stamps: peers look at entries only when it differs
-  std::atomic<uint64_t> has_unmapped = 0;  // the owner maps nobody's memory any more
+  std::atomic<uint64_t> has_unmapped = 0;  // the owner maps no rank's memory any more
   std::array<Entry, kMaxPeerRegions> entries;
 
  private:
@@ -106,7 +107,7 @@ struct OwnRegion {
   RegionHandle handle;
 };
 
-// Where regions come from and how a peer maps them. Any thread.
+// Source of regions, which also maps those of peers. Any thread.
 class RegionSource {
  public:
   virtual ~RegionSource() = default;
@@ -122,12 +123,12 @@ class RegionSource {
   [[nodiscard]] virtual std::shared_ptr<std::byte> map_instead(
       std::shared_ptr<std::byte> mapping, int rank, const RegionHandle& handle
   ) = 0;
-  // What this rank's kernels find under (rank, region), where they found nothing before. It waits
-  // for no kernel.
+  // Sets what this rank's kernels find under (rank, region), where they found nothing before. It
+  // waits for no kernel.
   virtual void show_entry(int rank, uint32_t region, std::byte* data) = 0;
-  // The same for good, where kernels find it sooner; null: nothing. It may wait for kernels, and
-  // for other threads of the process that do (a copy to pageable memory on the default stream keeps
-  // all others from the driver until it is through).
+  // Sets it for good, where kernels find it sooner; null: nothing. It may wait for kernels, and for
+  // other threads of the process that do (a copy to pageable memory on the default stream keeps all
+  // others from the driver until it is through).
   virtual void set_entry(int rank, uint32_t region, std::byte* data) = 0;
   // Waits for this rank's running kernels, before memory that they may use is unmapped.
   virtual void quiesce() = 0;
@@ -150,7 +151,7 @@ class PeerRegions {
   // Zeroed, 2 MiB granular. Throws Error (kOutOfMemory, after a short wait if released memory is on
   // its way back). Not while a stream is captured.
   [[nodiscard]] PeerRegion allocate(uint64_t bytes);
-  // As above, but returns nothing unless all peers map the region in this time.
+  // Allocates like allocate(), but returns nothing unless all peers map the region in this time.
   [[nodiscard]] std::optional<PeerRegion> allocate_reachable(
       uint64_t bytes, std::chrono::milliseconds at_most
   );
@@ -158,8 +159,8 @@ class PeerRegions {
   // it, after close() when this ends; returns at once. Throws Error (kInvalidArgument) for what is
   // not allocated.
   void release(const PeerRegion& region);
-  // Whether every peer has mapped it, those that left or died aside; the second form waits so long,
-  // or until a peer has failed to map it.
+  // Returns whether every peer has mapped it, those that left or died aside; the second form waits
+  // so long, or until a peer has failed to map it.
   [[nodiscard]] bool is_reachable(const PeerRegion& region) const;
   [[nodiscard]] bool wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
       const;
@@ -179,9 +180,9 @@ class PeerRegions {
   // memory of others; its own stays until destruction, and as long as a peer maps it. Again: no
   // effect.
   void close();
-  // Whether the peer, or the last process in its place, maps nobody's memory any more.
+  // Returns whether the peer, or the last process in its place, maps no rank's memory any more.
   [[nodiscard]] bool is_unmapped_by(int rank) const;
-  // Whether no living peer maps this rank's memory any more.
+  // Returns whether no living peer maps this rank's memory any more.
   [[nodiscard]] bool is_unmapped_by_peers() const;
   // Once closed: this rank's memory stays until the process ends.
   void keep_memory();

@@ -87,8 +87,8 @@ void PeerRegions::map_new(int owner, uint32_t region) {
   tell(rank_);
 }
 
-// What the last process in that place had, but for its control region, whose addresses may stay.
-// Its memory is the system's again with the last mapping.
+// Drops what the last process in that place had, but for its control region, whose addresses may
+// stay. Its memory is the system's again with the last mapping.
 void PeerRegions::drop(int owner) {
   auto& of_owner = mapped_[static_cast<size_t>(owner)];
   for (uint32_t region = 1; region < kMaxPeerRegions; ++region) {
@@ -170,7 +170,7 @@ void PeerRegions::let_go(
   }
 }
 
-// Who left may still have kernels running, until it has unmapped everything.
+// A rank that left may still have kernels running, until it has unmapped everything.
 bool PeerRegions::is_let_go(uint32_t region) const {
   Board& own = board_of(rank_);
   const uint64_t stamp = own.entries[region].stamp.load(std::memory_order_acquire);

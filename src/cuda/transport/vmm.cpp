@@ -94,7 +94,7 @@ class VmmTransport final : public GpuTransport {
   }
 
  private:
-  // What `use` returns of memory that another process exports.
+  // Returns what `use` makes of memory that another process exports.
   template <class Result, class Use>
   Result import(int owner, const ExportedMemory& exported, const Use& use) const {
     try {
@@ -199,7 +199,7 @@ class VmmTransport final : public GpuTransport {
     );
   }
 
-  // Whether network cards can read and write the memory, if told beforehand.
+  // Returns whether network cards can read and write the memory, if told beforehand.
   [[nodiscard]] bool can_reach_network() const {
     int can = 0;
     const auto attribute = CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
