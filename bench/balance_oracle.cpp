@@ -8,7 +8,7 @@
 namespace weft {
 namespace {
 
-// Whether all ranks can be brought down to a limit by moving rows between places of one expert: the
+// Finds whether moving rows between places of one expert can bring all ranks down to a limit: the
 // augmenting paths of Ford and Fulkerson, shortest first, each from a rank above the limit to one
 // below it.
 class Flow {

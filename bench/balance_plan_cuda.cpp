@@ -54,7 +54,7 @@ class DeviceNumbers {
   CudaBuffer<int32_t> buffer_;
 };
 
-// As many routes to each expert as were counted, shuffled.
+// Returns as many routes to each expert as were counted, shuffled.
 std::vector<int32_t> routes_of(const int32_t* counts, int num_experts, uint64_t seed) {
   std::vector<int32_t> routes;
   for (int expert = 0; expert < num_experts; ++expert) {
@@ -102,7 +102,7 @@ class Rig {
     launch_count_routes(assign_, stream);
     launch_assign_routes(assign_, stream);
   }
-  // Whether both gave what a CPU gives.
+  // Returns whether both launches gave what a CPU gives.
   [[nodiscard]] bool is_right() const {
     return replicas_.read() == wanted_.replicas() &&
            std::ranges::equal(quotas_.read(), wanted_.quotas) &&

@@ -62,7 +62,7 @@ RouteCounts one_set(const BalanceShape& shape) {
   return counts;
 }
 
-// As many tokens choose popular experts as make the ranks so uneven.
+// Counts in which just enough tokens choose popular experts for an imbalance of kImbalance.
 RouteCounts with_imbalance(const BalanceShape& shape) {
   const auto skewed = draw(shape, 2.0);
   const auto uniform = draw(shape, 0.0);

@@ -29,9 +29,9 @@ struct NamedRouting {
 // `path`: a routing file whose last step is one of them, or empty.
 [[nodiscard]] std::vector<NamedRouting> balance_routings(const std::string& path);
 
-// As many rows as a mean rank has are 1.
+// Returns rows as a multiple of those of a mean rank.
 [[nodiscard]] double of_mean(const BalanceShape& shape, int64_t rows);
-// Of the busiest rank without replicas.
+// Returns of_mean() the rows of the busiest rank without replicas.
 [[nodiscard]] double imbalance(const BalanceShape& shape, const RouteCounts& counts);
 
 }  // namespace weft::bench

@@ -338,7 +338,7 @@ def held(buffer: Any) -> int | None:
 
 
 def slowest(values: list[float], device: torch.device) -> list[float]:
-    """Of each sample, over the ranks."""
+    """Return the slowest rank's value of each sample."""
     times = torch.tensor(values, device=device, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.tolist()
@@ -406,7 +406,7 @@ def graph_timed(door: Door, calls: int, rounds: int, device: torch.device) -> li
 
 
 def gpu_items(door: Door) -> int:
-    """What one call queues, on any stream."""
+    """Return how many items one call queues, on any stream."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profile:

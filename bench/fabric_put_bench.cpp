@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What share of a plain stream of libfabric writes do the puts of transport ofi reach, with the
-// same bytes in the same run? Two processes of this host; the provider is what WEFT_FABRIC says.
-// Both ways take turns; shares are medians over the pairs, with the lower and upper quartile. The
-// processor time of both ranks tells what a busy machine hides.
+// Measures the share of a plain stream of libfabric writes that the puts of transport ofi reach,
+// with the same bytes in the same run. Two processes of this host; the provider is what WEFT_FABRIC
+// says. Both ways take turns; shares are medians over the pairs, with the lower and upper quartile.
+// The processor time of both ranks tells what a busy machine hides.
 // usage: fabric_put_bench [--smoke | part of a shape's name]
 #include <fmt/format.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What share of a plain libfabric stream between two hosts do dispatch and combine between all
-// hosts reach, when as many bytes cross from host to host, in the same run? Start it as `weft
-// bench`, on two hosts or more (docs/launch.md); bench/hosts.py plays them on one machine.
+// Measures the share of a plain libfabric stream between two hosts that dispatch and combine
+// between all hosts reach, when as many bytes cross from host to host, in the same run. Start it as
+// `weft bench`, on two hosts or more (docs/launch.md); bench/hosts.py plays them on one machine.
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 

@@ -25,7 +25,7 @@ namespace {
 
 using namespace weft::program;
 
-// Of one write of the stream: large ones, as suit it best.
+// Size of one write of the stream: large ones suit it best.
 constexpr uint64_t kWriteBytes = 256 << 10;
 
 // A matrix where the exchange works.
@@ -226,7 +226,7 @@ class Contest {
 
   [[nodiscard]] static PlanOptions options() { return {.layout = Layout::kExpertMajor}; }
 
-  // What has to cross, whatever really does.
+  // Returns the bytes that have to cross between domains, whatever really does.
   [[nodiscard]] double crossing_bytes() const {
     const auto& domain_of = group_.topology().domain_of;
     const int per_rank = shape_.num_experts / group_.num_ranks();

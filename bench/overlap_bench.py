@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What an exchange beside the experts' products costs them, by the SMs it may occupy.
+"""Measures what an exchange beside the experts' products costs them, by the SMs it may occupy.
 
 torchrun --nproc-per-node 4 bench/overlap_bench.py --json FILE --commit HASH
 

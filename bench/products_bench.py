@@ -48,7 +48,7 @@ PRODUCTS: dict[str, Product] = {"grouped": grouped, "per expert": per_expert}
 def has_same_rows(
     product: Product, given: list[Tensor], weights: Tensor, begin: int, n: int
 ) -> bool:
-    """Of the middle expert, as `begin` to `begin + n` of its rows alone and among all."""
+    """Return whether rows `begin` to `begin + n` of the middle expert equal those made alone."""
     among = product(given, weights)[1][begin : begin + n]
     alone = product([given[0], given[1][begin : begin + n].contiguous(), given[2]], weights)[1]
     return torch.equal(alone, among)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which rows the NCCL rivals move where, worked out on the host before anything is timed: a rival
-// is not charged for planning.
+// Lists of the rows that the NCCL rivals move, worked out on the host before anything is timed: a
+// rival is not charged for planning.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +64,7 @@ struct SlotTable {
 
 [[nodiscard]] SlotTable make_slots(const RivalCase& shape, std::span<const RouteTable> routes);
 
-// By rank.
+// Returns the lists of all ranks, by rank.
 [[nodiscard]] std::vector<RivalLists> make_lists(
     const RivalCase& shape, std::span<const RouteTable> routes, RivalWay way
 );

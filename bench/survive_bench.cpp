@@ -68,7 +68,7 @@ Exchange shrinking(const Group& group, const test::ExchangeSetup& setup) {
 
 // --- deaths ---
 
-// What the ranks of one death tell the parent: nanoseconds of the clock, 0 for none.
+// Times that the ranks of one death tell the parent: nanoseconds of the clock, 0 for none.
 struct Times {
   std::atomic<int64_t> death = 0;
   std::array<std::atomic<int64_t>, kDeathRanks> end = {};
@@ -153,7 +153,8 @@ Json measure_deaths(const test::ExchangeSetup& setup, int num_deaths, uint64_t s
 
 // --- readmissions ---
 
-// What the ranks of one readmission tell each other: nanoseconds of the clock, 0 for none.
+// Memory through which the ranks of one readmission tell each other times: nanoseconds of the
+// clock, 0 for none.
 struct Return {
   std::array<char, 2048> invitation = {};
   std::atomic<bool> is_invited = false;

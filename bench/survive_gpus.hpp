@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What survive_bench measures on GPUs; declared without CUDA.
+// Measurements of survive_bench on GPUs; declared without CUDA.
 #pragma once
 
 #include <cstdint>
@@ -21,13 +21,13 @@ struct DeathCounts {
 };
 
 // Deaths of processes that share the GPUs, in eager calls and replayed graphs in turns, between
-// domains in eager calls alone. It forks: before anything of CUDA is used. Throws Error
+// domains in eager calls only. It forks: before anything of CUDA is used. Throws Error
 // (kUnsupported, kNotAvailable) without a GPU.
 void measure_gpu_deaths(const DeathCounts& counts, uint64_t seed, const TellRows& tell);
 
-// What cases A and D cost more with PeerLoss::kShrink than without while nobody dies, both in turns
-// in this process, a rank for each GPU, or two domains of these and at least two ranks: a row for
-// each. Throws as above.
+// Measures what cases A and D cost more with PeerLoss::kShrink than without while no rank dies,
+// both in turns in this process, a rank for each GPU, or two domains of these and at least two
+// ranks: a row for each. Throws as above.
 [[nodiscard]] nlohmann::ordered_json measure_gpu_cost(
     int num_samples, bool is_small, bool are_in_domains
 );

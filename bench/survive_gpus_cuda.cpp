@@ -172,7 +172,8 @@ Json cost_row(
 // happens to lie counts for more than what is measured.
 constexpr int kMakings = 12;
 
-// Of a thread for each rank, between two barriers: calls between domains wait on the host.
+// Measures with a thread for each rank, between two barriers: calls between domains wait on the
+// host.
 Json measure_between_domains(const CostCase& shape, int64_t hidden, int num_samples) {
   const auto num_gpus = static_cast<int>(list_gpus().gpus.size());
   const int num_ranks = std::max(2, num_gpus);

@@ -48,7 +48,7 @@ AHEAD_CYCLES = 1_000_000  # of a GPU, about 0.5 ms
 
 
 def slowest(microseconds: list[float]) -> list[float]:
-    """Of each iteration, over the ranks."""
+    """Return the slowest rank's value of each iteration, sorted."""
     times = torch.tensor(microseconds, device="cuda")
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return sorted(times.tolist())

@@ -39,7 +39,7 @@ void PerRankRival::plan(std::span<const int32_t> topk_idx) {
   place_received();
 }
 
-// Which tokens go to which ranks, and where their sums come back.
+// Chooses which tokens go to which ranks, and where their sums come back.
 void PerRankRival::choose_arrivals(std::span<const int32_t> topk_idx) {
   const auto topk = static_cast<size_t>(shape_.topk);
   const auto num_tokens = static_cast<size_t>(num_tokens_);

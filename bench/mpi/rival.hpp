@@ -29,7 +29,7 @@ struct RivalShape {
 // A matrix of rows of the rival's dtype.
 using Rows = std::vector<std::byte>;
 
-// What both ways share: counts, the receiver's expert blocks, one MPI type for a row.
+// Base of both ways: counts, the receiver's expert blocks, one MPI type for a row.
 class MpiRival {
  public:
   explicit MpiRival(const RivalShape& shape);

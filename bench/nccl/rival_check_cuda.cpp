@@ -67,7 +67,7 @@ Row sum_of(const std::vector<Row>& rows, int64_t hidden) {
   return bits;
 }
 
-// What lies in each row of a receiver's output; -1: padding.
+// Token that a row of a receiver's output holds; -1: padding.
 struct Origin {
   int rank = -1;
   int64_t token = -1;

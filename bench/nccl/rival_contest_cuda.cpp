@@ -19,7 +19,7 @@ using namespace weft::program;
 
 constexpr uint64_t kNumVersions = 4;
 
-// What crosses and what is received, means over the routings.
+// Bytes that cross and that are received, means over the routings.
 struct Traffic {
   double wire_bytes = 0;     // all ranks, as this way sends
   double logical_bytes = 0;  // all ranks
@@ -61,7 +61,7 @@ class Contest {
   }
 
  private:
-  // As `weft bench` makes it.
+  // Makes routing as `weft bench` does.
   void make_routing() {
     RandomRouting spec;
     spec.num_tokens = shape_.num_tokens;

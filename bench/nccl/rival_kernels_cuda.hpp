@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a framework runs around its all-to-all: rows of bf16 spread and summed on one GPU. One warp
-// per row and 16 bytes per lane, several loads in flight: as fast as device memory allows.
+// Kernels that a framework runs around its all-to-all: rows of bf16 spread and summed on one GPU.
+// One warp per row and 16 bytes per lane, several loads in flight: as fast as device memory allows.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -30,7 +30,7 @@ std::vector<std::string> matches(const std::string& pattern) {
   return paths;
 }
 
-// What the first python3 says: its packages may lie anywhere.
+// Returns the path that the first python3 prints, as its packages may lie anywhere; empty: none.
 std::string path_from_python() {
   constexpr const char* kCommand =
       "timeout 10 python3 -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null";
