@@ -18,7 +18,7 @@ OF_FLOATS = set("empty empty_permuted empty_strided eye linspace logspace ones r
 
 
 def is_of(call, module, names):
-    """Whether it is a call of module.name."""
+    """Returns whether it is a call of one of the module's names."""
     function = call.func if isinstance(call, ast.Call) else None
     is_member = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
     return is_member and function.value.id == module and function.attr in names

@@ -253,7 +253,7 @@ def bounds_block(runs, machine):
 
 
 def call_key(row, op, is_short):
-    """What must be equal to compare: shape, type, operation, whether rows are sorted by expert, whether tokens are few."""
+    """Key of rows that can be compared: shape, type, operation, whether rows are sorted by expert, whether tokens are few."""
     return tuple(row[key] for key in SHAPE), row["dtype"], op, row["layout"] != "rank_major", is_short
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tools share: the files of the tree and how findings are told."""
+"""Functions that the tools share: the files of the tree and how findings are told."""
 
 import argparse
 import os
