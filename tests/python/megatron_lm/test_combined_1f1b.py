@@ -6,8 +6,6 @@ what is tested is the order of calls, what is handed on, and what is freed too e
 rows that Weft received, which cannot be freed there. On GPUs the streams are its own.
 """
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,40 +16,6 @@ from ranks import device_of
 skip_without("megatron", "megatron-core")  # not imported here: over_weft.py is to come first
 
 VOCABULARY, LENGTH, MICRO_BATCHES = 32, 6, 3
-
-
-def make_model(num_ranks, backend):
-    import over_weft
-    from megatron.core.models.gpt import gpt_layer_specs, gpt_model
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    over_weft.forget_buffer_after_call()
-    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # for dropout, of which there is none
-    over_weft.initialize_groups(num_ranks)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=2,
-        num_moe_experts=4,
-        moe_router_topk=2,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="flex",
-        moe_flex_dispatcher_backend=backend,
-        expert_model_parallel_size=num_ranks,
-        overlap_moe_expert_parallel_comm=True,
-        add_bias_linear=False,
-        bias_dropout_fusion=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        bf16=True,
-    )
-    config.bf16 = False  # the rules are through
-    spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
-    torch.manual_seed(5)
-    return gpt_model.GPTModel(config, spec, VOCABULARY, LENGTH)
 
 
 def micro_batches(rank, device):
@@ -94,7 +58,11 @@ def woven(model, batches):
 
 
 def both_ways(rank, num_ranks, backend, device):
-    model = make_model(num_ranks, backend).to(device)
+    import over_weft
+
+    shape = over_weft.Shape(vocabulary=VOCABULARY, length=LENGTH)
+    woven_too = {"overlap_moe_expert_parallel_comm": True, "bf16": True}
+    model = over_weft.make_gpt(num_ranks, backend, shape, **woven_too).to(device)
     batches = micro_batches(rank, device)
     for schedule in (one_after_the_other, woven):
         model.zero_grad()
