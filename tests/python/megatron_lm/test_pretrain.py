@@ -46,7 +46,7 @@ class Core:
         self.backends = ("deepep", "hybridep", "ncclep")[: 3 if folder else 2]
 
     def __call__(self, body, num_ranks, *args):
-        return self.ranks(body, num_ranks, self.folder, *args)
+        return self.ranks(body, num_ranks, self.folder, *args, seconds=150)  # four import long
 
 
 @pytest.fixture(scope="module", params=["installed", pytest.param("newest", marks=LARGE)])
@@ -118,6 +118,9 @@ def test_losses_are_those_of_all_to_all(core, num_ranks, run):
     plain = run | {"settings": run.get("settings", {})}
     if plain["settings"] is WOVEN:
         plain["settings"] = {}
+    if SPLIT_EXPERTS.items() <= plain["settings"].items():
+        # It gathers rows of unequal numbers, which gloo cannot; whole experts compute the same.
+        plain["settings"] = plain["settings"] | {"expert_tensor_parallel_size": 1}
     want = core(trained, num_ranks, "alltoall", plain)
     found = by_all(core, num_ranks, run)
     for steps, others in zip(found, want, strict=True):
