@@ -11,7 +11,7 @@ is --megatron, or the newest wheel in build/read or build/carry (tests/python/ca
 installed one, which has no ncclep. Each way runs by itself under torchrun, with a limit of time and
 a log in --logs; one that fails is left out of the results, and the program then ends with 1. It
 does so, too, where losses before the first step are not within 1 percent of the first way's, and
-on CPUs where all steps of Weft's backends are not the same, bit for bit.
+on CPUs where all steps of Weft's backends are not the same, bit for bit. --ways takes some only.
 """
 
 from __future__ import annotations
