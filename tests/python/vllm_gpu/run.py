@@ -11,7 +11,7 @@ On the machine, for each file of build/carry_vllm (below 50 MB), in as many tran
   mkdir -p /tmp/pieces && cp build/carry_vllm/FILE /tmp/pieces
 Then, again as long as it ends with 75, which says that ways are left for the next call:
   python3 tests/python/vllm_gpu/run.py --pieces /tmp/pieces --seconds 570 --commit HASH \\
-    --results "$OUT/vllm.2xh200.json"
+    --results vllm.2xh200.json
 
 It ends with 1 if a way failed or tokens differ otherwise than by near ties, which are named. Logs
 are in one archive beside the results; what is done is kept in --work and not done again, unless
