@@ -121,10 +121,16 @@ class Checker:
                 lines = body.replace("\\\n", " ").splitlines()
                 found += [self.command_problem(line.split(" #")[0]) for line in lines]
         prose = FENCE.sub("", text)
+        found += [long_line(line) for line in prose.splitlines()]
         found += [self.path_problem(document, link) for link in LINK.findall(prose) if not link.startswith(("http", "mailto:"))]
         found += [self.span_problem(document, span) for span in SPAN.findall(prose) if span.strip()]
         found += [f"nothing reads {name}" for name in sorted(set(VARIABLE.findall(text)) - self.variables)]
         return [f"{document.relative_to(self.root)}: {problem}" for problem in found if problem]
+
+
+def long_line(line):
+    is_prose = not line.startswith(("|", "<!--"))
+    return f"a line of {len(line)} characters (at most 120): {line[:40]}..." if is_prose and len(line) > 120 else None
 
 
 def source_findings(root):

@@ -16,6 +16,7 @@ say gpu-a.4xh200.json, into the file of its subject and machine, gpu.4xh200.json
 import json
 import re
 import sys
+import textwrap
 
 import tree
 
@@ -339,6 +340,12 @@ def json_text(runs):
     return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
+def wrapped(line):
+    """Lines of at most 120 characters, of what is no row of a table."""
+    is_short = len(line) <= 120 or line.startswith("|")
+    return [line] if is_short else textwrap.wrap(line, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def wanted_files(root):
     runs, wanted = load_runs(root)
     makers = {"results": results_block, "gpus": gpus_block, "bounds": bounds_block, "peers": peers_block, "doors": doors_block}
@@ -347,7 +354,8 @@ def wanted_files(root):
 
     def fill(match):
         kind, name = match.groups()
-        return "\n".join([f"<!-- {kind} {name} -->", *makers[kind](runs, name), f"<!-- end {kind} -->"])
+        lines = [part for line in makers[kind](runs, name) for part in wrapped(line)]
+        return "\n".join([f"<!-- {kind} {name} -->", *lines, f"<!-- end {kind} -->"])
 
     for path in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]):
         wanted[path] = BLOCK.sub(fill, path.read_text())

@@ -74,6 +74,7 @@ def test_accepts_a_true_document(tmp_path):
         ("`weft bench --gone`", "weft bench has no option --gone"),
         ("`weft bench --js x`", "weft bench has no option --js"),
         ("Set WEFT_GONE.", "nothing reads WEFT_GONE"),
+        ("word " * 25, "a line of 125 characters (at most 120): word word"),
         ("<!-- quote examples/a.cpp -->\n```cpp\nother();\n```", "does not go on with: other();"),
         ("<!-- quote examples/a.cpp -->\n```cpp\ncall();\nend();\n```", "does not go on with: end();"),
         ("<!-- quote examples/gone.cpp -->\n```cpp\ncall();\n```", "examples/gone.cpp does not exist"),

@@ -51,6 +51,10 @@ def rendered(root):
     return (root / "README.md").read_text()
 
 
+def unwrapped(text):
+    return " ".join(text.split())
+
+
 def lines_of(text, *begins):
     return [line for line in text.splitlines() if line.startswith(begins)]
 
@@ -169,10 +173,10 @@ def test_shows_weft_beside_other_libraries(tmp_path):
         root, {"bench/results/peers/peers.m.json": json.dumps({"about": "Them.", "rows": peers})}
     )
     text = rendered(root)
-    assert (
-        "Weft was measured 2001-02-03 (`0123456789ab`). Where there are few tokens" in text
-        and "graph. Them." in text
-    )
+    assert max(len(line) for line in text.splitlines() if line[:1] not in ("|", "<")) <= 120
+    prose = unwrapped(text)
+    assert "Weft was measured 2001-02-03 (`0123456789ab`). Where there are few tokens" in prose
+    assert "graph. Them." in prose
     assert lines_of(text, "| case", "| A", "| D") == [
         "| case | operation | rows lie | **Weft** | Weft on 24 | one | two |",
         "| A | dispatch | by expert | 60 (132) | 90 (24) | - | 70 |",
@@ -180,7 +184,7 @@ def test_shows_weft_beside_other_libraries(tmp_path):
         "| A, FP8 | combine | by expert | - | - | - | 50 |",
         "| D | plan+dispatch | by expert | 9 | - | 8 | - |",
     ]
-    assert "How each was run: one (tuned / graph); two (fused / tuned)." in text
+    assert "How each was run: one (tuned / graph); two (fused / tuned)." in prose
 
 
 def test_shows_calls_of_other_libraries_names_beside_them(tmp_path):
@@ -314,7 +318,7 @@ def test_shows_steps_and_exchanges_beside_computation(tmp_path):
         "6 layers of Qwen3-30B-A3B on 2 GPUs, 4 micro-batches of 2 x 4,096 tokens on each:" in text
     )
     assert "6 layers of hidden 7,168, 128 experts, top-8, width 768 on 2 GPUs" in text
-    assert "on each, by copy engines beside computation:" in text
+    assert "on each, by copy engines beside computation:" in unwrapped(text)
     assert "| weft-overlap | 0.5000 | 1.25 | 16.0 | 25.0 | 4.0 | 1.50 | 20.0 |" in text
     # Copies were not looked for in this trace, and only a schedule with overlap has any.
     assert "| weft-overlap | 0.5000 | 1.25 | - | - | - | 1.50 | 20.0 |" in text
