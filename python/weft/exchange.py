@@ -121,8 +121,9 @@ class Exchange(ExchangeBegin):
         self._tally.follow(self)
         _alive.add(self)
 
-    def __del__(self) -> None:
-        if getattr(self, "_core", None) is None or sys.is_finalizing():
+    # The default: at the end of the interpreter this module's names may be gone.
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if getattr(self, "_core", None) is None or is_ending():
             return
         # A question to a GPU would break what is captured.
         if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):

@@ -3,6 +3,7 @@
 them, against the same models in one piece: logits, gradients, what is generated, trained, saved."""
 
 import gc
+import json
 import os
 import re
 import subprocess
@@ -272,13 +273,11 @@ def test_a_life(own_ranks, tmp_path):
     own_ranks(lives, 2, str(tmp_path), seconds=180)
 
 
-def test_the_page_runs(tmp_path):
-    (body,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.S)
-    script = tmp_path / "spread.py"
-    script.write_text(body)
+def on_two_ranks(*words):
+    """What a program prints below torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [str(script), str(tmp_path / "model")],
+        [*torchrun, "--nproc-per-node", "2", *map(str, words)],
         env={**os.environ, "PYTHONPATH": str(HUGGING_FACE), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -286,7 +285,25 @@ def test_the_page_runs(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("tensor([[") == 2
+    assert "Exception ignored" not in done.stderr  # as the interpreter ends
+    return done.stdout
+
+
+def test_the_page_runs(tmp_path):
+    (body,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/transformers.md").read_text(), re.S)
+    script = tmp_path / "spread.py"
+    script.write_text(body)
+    assert on_two_ranks(script, tmp_path / "model").count("tensor([[") == 2
+
+
+def test_the_benchmark(tmp_path):
+    path = tmp_path / "steps.json"
+    words = ["--device", "cpu", "--steps", "2", "--warmup", "1", "--json", path]
+    on_two_ranks(ROOT / "bench/transformers_bench.py", *words)
+    own, ours = json.loads(path.read_text())["rows"]
+    assert (own["mode"], ours["mode"]) == ("all_to_all", "weft")
+    assert own["losses"] == pytest.approx(ours["losses"], rel=1e-2) and len(own["losses"]) == 3
+    assert own["seconds"] > 0 and ours["ratio"] > 0
 
 
 def test_what_is_missing_is_said():
