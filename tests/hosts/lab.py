@@ -83,7 +83,7 @@ class Host:
         self.pid = child_of(self._holder.pid)  # of its first process, as seen from outside
 
     def inside(self, *command, spaces=("net", "uts", "mount", "pid")):
-        """The same command, run on this host."""
+        """Returns the command line that runs `command` on this host."""
         words = [f"--target={self.pid}", *(f"--{space}" for space in spaces), "--", *command]
         return ["nsenter", *map(str, words)]
 

@@ -25,7 +25,7 @@ _FRAME_BYTES = 65536
 
 @dataclass(frozen=True)
 class Link:
-    """What happens to a frame on its way."""
+    """Delay, loss and reordering of frames on their way."""
 
     delay_s: float = 0.0
     loss: float = 0.0  # probability

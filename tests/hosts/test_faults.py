@@ -37,7 +37,7 @@ def start_endless(hosts, survivors, **variables):
 
 
 def errors_of(job, hosts):
-    """What each rank on these hosts said, in the order in which they were started."""
+    """Returns the "error " line of each rank on these hosts, in the order of their start."""
     return [one.wait_for("error ") for one in job.ranks if one.host in hosts]
 
 

@@ -15,7 +15,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "launch.md"
 
 
 def blocks():
-    """In order; neighbours that are for different hosts are one step."""
+    """Shell blocks of the section, in order; neighbours for different hosts are one step."""
     text = PAGE.read_text()
     section = text[text.index("\n## Several hosts\n") :]
     section = section[: section.index("\n## ", 1)]

@@ -55,7 +55,7 @@ def run(command, folder):
 
 
 def check(model, mutation, night, folder):
-    """What pan says."""
+    """Returns the output of pan, and the steps of a trail if there is one."""
     bounds = NIGHT[model.stem] if night else [] if mutation else DAY.get(model.stem, [])
     names = bounds + ([mutation, *NEEDS.get(mutation, [])] if mutation else [])
     defines = [f"-D{name}" for name in names]

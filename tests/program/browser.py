@@ -60,7 +60,7 @@ class Browser:
         self("Page.enable")
 
     def __call__(self, method, **params):
-        """What the call returns, by the browser's protocol."""
+        """Makes a call of the browser's protocol and returns its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:

@@ -30,7 +30,7 @@ def alive(pid):
 
 
 def holders_of_memory(pids):
-    """Which of the processes still hold a memfd or map one."""
+    """Returns (process, link) of each memfd that one of the processes still holds."""
     found = []
     for pid in pids:
         for link in glob.glob(f"/proc/{pid}/fd/*"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the build and the machine can do."""
+"""`weft info` tells what the build and the machine can do."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all report pages draw: where their shapes lie, and what a browser shows of them."""
+"""All report pages: where the shapes that they draw lie, and what a browser shows of them."""
 
 import importlib.util
 import re
@@ -19,7 +19,7 @@ CLOSE = 0.6  # pixels; coordinates are rounded, and what is short is drawn half 
 
 
 def waits_page():
-    """As `weft run --html` and `weft stats --html` write it, for more ranks than a phone is wide."""
+    """A page of `weft run --html` and `weft stats --html`, for more ranks than a phone is wide."""
     spec = importlib.util.spec_from_file_location("page", PYTHON_PAGE)
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
@@ -36,7 +36,7 @@ def waits_page():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """By name, a page of each kind."""
+    """Path of a page of each kind, by name; "train" only where the lab is built."""
     folder = tmp_path_factory.mktemp("pages")
     pages = {name: folder / f"{name}.html" for name in PAGES}
     book = folder / "book.txt"

@@ -128,7 +128,7 @@ def same(one, other):
 
 
 def check_steps(plain, blocks, block_rows):
-    """What all ranks have of `trained` without replicas and with replicas of blocks is the same."""
+    """Checks that `trained` comes to the same with replicas of blocks as without, on all ranks."""
     for (want, parameters, *_), (found, others, *_) in zip(plain, blocks, strict=True):
         for step in range(STEPS):
             assert same(found[step], want[step])

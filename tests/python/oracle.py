@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the exchange must return: everything gathered on every rank, and loops."""
+"""Results that the exchange must return: everything gathered on every rank, and loops."""
 
 from __future__ import annotations
 

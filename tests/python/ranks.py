@@ -29,7 +29,7 @@ after_call: list = []  # in a process of a rank: what undoes changes that outliv
 
 
 def device_of(rank: int):
-    """Where the tensors of a rank are: on a GPU where there is one, which ranks may share."""
+    """Device of the tensors of a rank: a GPU where there is one, which ranks may share."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `Balance` does for a layer of which ranks may be lost, on CPUs and GPUs."""
+"""Steps of a `Balance` for a layer of which ranks may be lost, on CPUs and GPUs."""
 
 import torch
 

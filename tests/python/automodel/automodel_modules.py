@@ -50,7 +50,7 @@ def modules(whose: str) -> tuple[ModuleType, ModuleType]:
 
 @contextmanager
 def in_place(whose: str) -> Iterator[tuple[ModuleType, ModuleType]]:
-    """Whoever imports the two modules inside gets these."""
+    """Has imports inside find these two modules."""
     found = modules(whose)
     names = [f"{PACKAGE}.{name}" for name in NAMES]
     with patch.dict(sys.modules, dict(zip(names, found))):
@@ -59,7 +59,7 @@ def in_place(whose: str) -> Iterator[tuple[ModuleType, ModuleType]]:
 
 @contextmanager
 def without_gpu() -> Iterator[None]:
-    """What Automodel's own code asks of a GPU on its way is answered where there is none."""
+    """Answers what Automodel's own code asks of a GPU on its way, where there is none."""
     answers = {"synchronize": lambda device=None: None, "get_device_capability": lambda: (9, 0)}
     with ExitStack() as stack:
         if not torch.cuda.is_available():

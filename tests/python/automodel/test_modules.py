@@ -176,7 +176,7 @@ def test_a_pipeline_prepares_its_buffer(ranks, whose, settings):
 
 
 def forgotten(rank, num_ranks, group):
-    """What one process has prepared before does not decide by itself."""
+    """All ranks prepare if one has forgotten what it prepared before."""
     fused_a2a, module = automodel.modules("weft")
     fused_a2a.reset_hybrid_ep_buffer()
     dispatcher = manager_of(module, group, moe_flex_dispatcher_backend="hybridep")

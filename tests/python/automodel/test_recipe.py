@@ -210,8 +210,8 @@ def check_same(found, wanted):
 
 @pytest.mark.parametrize("whose", WHOSE)
 def test_benchmark_recipe_trains_as_without(whose, tmp_path):
-    """In processes of its own: other tests would find packages that are not there for them, and a
-    torch that names no GPU."""
+    """The recipe runs in processes of its own: other tests would find packages that are not there
+    for them, and a torch that names no GPU."""
     pool = Ranks()
     try:
         pool(are_as_without, 2, str(tmp_path), whose, seconds=SECONDS)

@@ -28,7 +28,7 @@ ASKS = {
 
 
 def contexts(name: str) -> Callable:
-    """What Automodel gives to `checkpoint` as `context_fn`."""
+    """Returns what Automodel gives to `checkpoint` as `context_fn`."""
     wrap = automodel.function_of(
         "nemo_automodel.components.moe.parallelizer",
         ASKS[name],
@@ -135,7 +135,7 @@ def test_recomputation_makes_no_layouts(ranks, whose, name, num_tokens):
 
 
 def recorded(rank, num_ranks, group, whose, name):
-    """What is in the records, and what happens past the last."""
+    """Two records without their handles; a replay past the last one makes layouts of its own."""
     fused_a2a, _ = automodel.modules(whose)
     recorder_name, scope_name = PAIRS[name]
     recorder, scope = getattr(fused_a2a, recorder_name)(), getattr(fused_a2a, scope_name)

@@ -44,7 +44,7 @@ def made(group, num_ranks, shapes, dtypes, local=LOCAL, slots=SLOTS):
 
 
 def of_kind(values, dtype):
-    """Of types that torch only stores, the bytes."""
+    """Values as `dtype`; for a type that torch only stores, they are its bytes."""
     is_stored = dtype in (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)
     return values.to(torch.uint8).view(dtype) if is_stored else values.to(dtype)
 
@@ -239,7 +239,7 @@ class Case:
         return weft.combine(plan, made).x
 
     def gradients(self, layer):
-        """Of a model of three layers, with its output."""
+        """Output of a model of three layers, and its gradients."""
         x = self.x.clone().requires_grad_()
         hidden = x
         for weights in self.weights:
@@ -337,7 +337,7 @@ def test_weights_that_were_pushed_ahead_are_not_pushed_again(ranks):
 
 
 def is_up_to_date(balance, group, weights):
-    """Whether `apply` gives this rank's experts what all ranks have now."""
+    """Returns whether `apply` gives this rank's experts what all ranks have now."""
     rank, num_ranks = balance.group.rank, balance.group.num_ranks
     seen = []
 

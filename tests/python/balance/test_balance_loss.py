@@ -24,7 +24,7 @@ def balance_of(ex, invitation=None, shape=SHAPE):
 
 
 def rejoined(to_exchange, to_balance):
-    """In a new process."""
+    """Returns the exchange and balance of a new process in the victim's place."""
     ex = exchange_of(weft.Group.rejoin(VICTIM, to_exchange))
     with pytest.raises(
         weft.InvalidArgument, match=r"\(40, 3\).* here and .*\(3, 40\).* in the inv"

@@ -11,8 +11,8 @@ HIDDEN, EXPERTS, TOPK, TOKENS = 32, 16, 4, 96
 
 
 def whole(skew):
-    """What all ranks share out: tokens, choices with holes, weights, gradients. skew: how much more
-    popular experts of low numbers are."""
+    """Tokens, choices with holes, weights and gradients that all ranks share out. skew: how much
+    more popular experts of low numbers are."""
     gen = torch.Generator().manual_seed(5)
     x, grad = (torch.randn(TOKENS, HIDDEN, generator=gen).to(torch.bfloat16) for _ in range(2))
     popularity = -skew * torch.arange(EXPERTS)
@@ -35,7 +35,7 @@ def blocks_of(plan, rows):
 
 
 def computed(plan, rank, rows):
-    """What the experts make of the rows of expert_major or expert_strided."""
+    """Results of the experts for rows of expert_major or expert_strided."""
     made = torch.zeros_like(rows)
     outs = []
     for expert, block in zip(experts_of(plan, rank), blocks_of(plan, rows), strict=True):
@@ -54,7 +54,7 @@ def share_of(rank, num_ranks, tensors):
 
 
 def as_map(idx, weights):
-    """The same routing as a map and weights beside it."""
+    """The routing as a map and weights beside it."""
     routing_map = torch.zeros(len(idx), EXPERTS + 1, dtype=torch.bool)
     spread = torch.zeros(len(idx), EXPERTS + 1)
     column = idx.masked_fill(idx < 0, EXPERTS)

@@ -17,7 +17,7 @@ MB = 1_000_000
 
 
 def domains_of(num_ranks, num_domains):
-    """Of each rank."""
+    """Domain of each rank."""
     return [rank * num_domains // num_ranks for rank in range(num_ranks)]
 
 

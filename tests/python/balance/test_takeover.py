@@ -21,7 +21,7 @@ def balance_of(kind):
 
 
 def experts_here(plan, rank):
-    """What lies in this rank's places; any expert where nothing does."""
+    """Expert in each of this rank's places; any number where there is none."""
     return [*range(rank * PER_RANK, (rank + 1) * PER_RANK), *plan.placement[rank].tolist()]
 
 

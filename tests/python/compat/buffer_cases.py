@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Buffer` must return, by gathering every rank's inputs and looping. Slow, obvious."""
+"""Results that `Buffer` must return: gathers every rank's inputs and loops. Slow, obvious."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Case:
         return [(s, t) for s in range(self.num_ranks) for t in self.tokens_of(s, rank)]
 
     def rows(self, all_values: list[torch.Tensor]) -> torch.Tensor:
-        """What this rank receives of [T, any] tensors of all ranks."""
+        """Rows that this rank receives of [T, any] tensors of all ranks."""
         rows = [all_values[s][t] for s, t in self.arrivals(self.rank)]
         return torch.stack(rows) if rows else all_values[0].new_zeros((0, *all_values[0].shape[1:]))
 

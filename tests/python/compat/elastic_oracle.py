@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ElasticBuffer must return, by loops over everybody's inputs."""
+"""Results that ElasticBuffer must return, by loops over everybody's inputs."""
 
 from __future__ import annotations
 

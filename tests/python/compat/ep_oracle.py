@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What EPBuffer must return, by loops over everybody's inputs: sums stage by stage."""
+"""Results that EPBuffer must return, by loops over everybody's inputs: sums stage by stage."""
 
 from __future__ import annotations
 

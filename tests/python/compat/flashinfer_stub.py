@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plug-ins see of FlashInfer's `moe_ep`: its registries, and the classes that they get and
-give."""
+"""The part of FlashInfer's `moe_ep` that plug-ins see: its registries, and the classes that they
+get and give."""
 
 import contextlib
 import enum
@@ -167,7 +167,7 @@ def create_fleet(bootstrap, params, algo_knobs=(), backend="nccl_ep"):
 
 
 def kind_for_layer(backend):
-    """What a layer takes a back end for; one that is both or neither it refuses."""
+    """Returns the kind that a layer takes a back end for; refuses one that is both or neither."""
     kinds = [
         kind for kind, known in (("fleet", fleets), ("communication", registry)) if backend in known
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HybridEPBuffer must return, by loops over everybody's inputs."""
+"""Results that HybridEPBuffer must return, by loops over everybody's inputs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ WAYS = ("file", "tcp", "group", "comm")
 
 
 class Comm:
-    """What Weft asks of an mpi4py communicator, over gloo."""
+    """The part of an mpi4py communicator that Weft uses, over gloo."""
 
     def __init__(self, group):
         self._group = group
@@ -89,7 +89,7 @@ def routes(case, expert, members):
 
 
 def check_rows(case, recv_x, count, handle, members=None, num_ranks=None):
-    """What came from `members` into blocks for num_ranks; None: all of the case."""
+    """Checks what came from `members` into blocks for num_ranks; None: all of the case."""
     src_info, layout_range, num_max, hidden = handle
     members, num_ranks = members or range(case.num_ranks), num_ranks or case.num_ranks
     assert (num_max, hidden) == (NUM_MAX, HIDDEN)
@@ -123,7 +123,7 @@ def sums(case, all_rows, members=None, masked=()):
 
 
 def rows_of(rank, shape):
-    """What the experts of a rank make."""
+    """Rows that the experts of a rank make."""
     gen = torch.Generator().manual_seed(rank)
     return torch.randn(shape, generator=gen).to(torch.bfloat16)
 

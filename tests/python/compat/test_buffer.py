@@ -75,7 +75,7 @@ def round_trip(rank, num_ranks, group, topk, tokens, low):
 
 
 def sums_of_slots(case, group, weights, domains):
-    """What all ranks have in each slot of this rank's tokens; sums are by rank, then domain."""
+    """Sums over all ranks in each slot of this rank's tokens: by rank, then domain."""
     all_weights = gather(group, weights)
     total = torch.zeros_like(case.weights)
     for domain in domains:
@@ -151,7 +151,7 @@ def test_calls_for_one_way_are_those_for_all(ranks):
 
 
 def check_private_items(handle, case):
-    """Of a dispatch with 20 multiprocessors."""
+    """Checks the private items of the handle of a dispatch with 20 multiprocessors."""
     _, sent, received, src_idx, in_rank, head = handle
     R = case.num_ranks
     sources = [len(case.tokens_of(s, case.rank)) for s in range(R)]
@@ -348,7 +348,7 @@ def test_routes_to_ranks_fit_the_largest_number_of_choices():
 
 
 class LargePlan:
-    """As much of a plan among 12 ranks as a handle asks for."""
+    """The part of a plan among 12 ranks that a handle asks for."""
 
     received_arrivals = [1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 5]
 

@@ -89,7 +89,7 @@ def test_a_variable_says_how_long_calls_wait(ranks):
 
 
 class Comm:
-    """As much of an mpi4py communicator as is needed."""
+    """The part of an mpi4py communicator that is needed."""
 
     def __init__(self, group):
         self._group = group

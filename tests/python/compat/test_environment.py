@@ -32,7 +32,7 @@ def nothing_set(monkeypatch):
 
 
 def variables_under(heading):
-    """Those in the first column of the table under a heading of the page."""
+    """Variables in the first column of the table under a heading of the page."""
     text = (ROOT / "docs" / "compat.md").read_text()
     section = text.split(f"\n### {heading}\n")[1].split("\n#")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]

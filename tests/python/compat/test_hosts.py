@@ -206,7 +206,7 @@ def low_latency(rank, num_ranks, group):
 
 
 def one_domain_after_all(rank, num_ranks, group):
-    """The same ranks without the variable are on one host again."""
+    """Without the variable, these ranks are on one host again."""
     buffer = Buffer(group)
     assert buffer.runtime.get_num_rdma_ranks() == 1 and len(weft.Group.of(group).domains) == 1
     case = Case(rank, group, 2 * num_ranks, 3, TOKENS)

@@ -125,7 +125,7 @@ WEFT_IS = (
 
 
 def test_all_imports_of_packages_are_in_the_list():
-    """Those of the packages that are here: scripts/python and `make consumers` bring them."""
+    """The packages are those that are here: scripts/python and `make consumers` bring them."""
     sources: list[str] = []
     for wheel in DOWNLOADS.glob("*.whl"):
         if wheel.name.startswith(("sgl_deep_ep", "nixl")):  # these are what Weft stands for

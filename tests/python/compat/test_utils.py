@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What programs import from `deep_ep.utils`."""
+"""Names that programs import from `deep_ep.utils`."""
 
 import os
 import socket

@@ -68,7 +68,7 @@ class Calls:
         return buffer.combine, given
 
     def combine_plain(self):
-        """As calls mostly are: one of the core."""
+        """A combine like most: one call of the core."""
         combine, given = self.combine()
         del given["bias"]
         return combine, given
@@ -91,13 +91,13 @@ class Calls:
         return buffer.low_latency_dispatch, given
 
     def low_latency_plain(self):
-        """As calls mostly are: one of the core, once there is an exchange."""
+        """A dispatch like most: one call of the core, once there is an exchange."""
         buffer, given = self.low_latency()
         del given["topk_weights"], given["dispatch_wait_recv_cost_stats"]
         return buffer.low_latency_dispatch, given
 
     def low_latency_by_position(self):
-        """In the order of the hybrid-ep branch."""
+        """A dispatch with its arguments in the order of the hybrid-ep branch."""
         buffer, given = self.low_latency()
         del given["dispatch_wait_recv_cost_stats"]
         return lambda **given: buffer.low_latency_dispatch(*given.values()), given

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls of a drop-in were made at once."""
+"""Records which calls of a drop-in were made at once."""
 
 
 class Ways:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPU gets which backend, with the GPU replaced."""
+"""Backends that each GPU gets, with the GPU replaced."""
 
 from types import SimpleNamespace
 

@@ -72,7 +72,7 @@ DispatcherOutputDtype = enum.Enum(
 
 
 class TopK(NamedTuple):
-    """What a router hands to a dispatcher."""
+    """Output of a router, which a dispatcher takes."""
 
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
@@ -87,7 +87,7 @@ class Recorder:
 
 
 class FixedRanks:
-    """Of ranks that neither come nor go."""
+    """State of ranks that neither come nor go."""
 
     @staticmethod
     def instance():
@@ -120,7 +120,7 @@ class HostStream:
 
 
 class Runner:
-    """What `get_moe_runner_backend` tells."""
+    """Result of `get_moe_runner_backend`."""
 
     @staticmethod
     def is_deep_gemm():
@@ -204,7 +204,7 @@ STUBS = tuple(_stubs())
 
 @contextmanager
 def _streams():
-    """Those of CUDA, or stand-ins for them."""
+    """Has torch.cuda give stand-ins for streams and events where there is no GPU."""
     gpu = SimpleNamespace(multi_processor_count=132)
     host = SimpleNamespace(current_stream=HostStream)
     stand_ins = {

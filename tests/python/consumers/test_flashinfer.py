@@ -29,7 +29,7 @@ def package():
 
 @contextmanager
 def registered(package):
-    """What `flashinfer.moe_ep` has, Weft among its back ends; without the rest of the package."""
+    """Yields what `flashinfer.moe_ep` has, Weft among its back ends, without the other modules."""
     empty = {name: stub(name) for name in ("flashinfer", ROOT, f"{ROOT}.core.comm")}
     parts = dict(zip(MODULES, load(package, empty, MODULES, []), strict=True))
     for part in parts.values():
@@ -66,7 +66,7 @@ def step(ep, case, fleet, members):
 
 
 def agrees(rank, num_ranks, group, package, folder):
-    """Who is lost, the others agree about; who is left out by them is told so."""
+    """The others agree about a lost rank, which is told that it was left out."""
     case = make_case(rank, num_ranks, group)
     store = dist.FileStore(f"{folder}/store", num_ranks)
     with registered(package) as ep, on_cpu():

@@ -37,7 +37,7 @@ def package():
 
 
 class Overlap:
-    """What SGLang's models hang into the dispatcher around one layer."""
+    """Hooks that SGLang's models hang into the dispatcher around one layer."""
 
     def __init__(self, module, dispatcher):
         self.module, self.dispatcher = module, dispatcher
@@ -77,7 +77,7 @@ def rows_of(out, num_local):
 
 
 class Kernels:
-    """In place of a thread: all that `target` gives to the current stream."""
+    """A stand-in for a thread: start() gives all of `target` to the current stream."""
 
     def __init__(self, target):
         self.start = target
@@ -87,7 +87,8 @@ class Kernels:
 
 
 def writer_of(overlap, steps):
-    """Who goes through the generator `steps`, with a pause wherever it yields."""
+    """Returns a thread, or `Kernels` on a GPU, that goes through the generator `steps`, with a
+    pause wherever it yields."""
     is_on_gpu = overlap.down.signal.is_cuda
 
     def write():

@@ -61,7 +61,7 @@ def _unquantised(x, scale, quant_dtype=None, *_, **__):
 
 
 class Kernel:
-    """In place of a Triton kernel: `run` with its tensors."""
+    """A stand-in for a Triton kernel: calls `run` with its tensors."""
 
     def __init__(self, run):
         self.run = run
@@ -71,7 +71,7 @@ class Kernel:
 
 
 def _globalise(ids, psum, num_ranks, offset, num_experts, count, *, topk, BLOCK):
-    """What vLLM's kernel does: local experts become global ones, unused rows and others -1."""
+    """Does what vLLM's kernel does: local experts become global ones, unused rows and others -1."""
     rows = torch.arange(len(ids), device=ids.device).unsqueeze(1)
     is_used = (ids >= 0) & (ids + offset < num_experts) & (rows < psum[num_ranks - 1])
     ids.copy_(torch.where(is_used, ids + offset, -1))

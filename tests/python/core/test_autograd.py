@@ -253,7 +253,7 @@ def test_slack_has_no_gradient(ranks, options):
 
 
 def without_derivatives(rank, num_ranks, group):
-    """What has no derivative is refused, on all ranks, and not silently left out."""
+    """Calls without a derivative are refused, on all ranks; no gradient is silently left out."""
     exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
     x, idx, weights = layer_inputs(rank, num_ranks, 6)
     router = weights.clone().requires_grad_()

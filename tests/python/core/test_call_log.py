@@ -21,7 +21,7 @@ TIME = re.compile(r"after \d+\.\d{3} ms$")
 
 
 def lines_of(text):
-    """What they say, without the time of day and how long it took."""
+    """Texts of the lines, without the time of day and how long a call took."""
     found = [LINE.fullmatch(line) for line in text.splitlines()]
     assert all(found), text
     return [TIME.sub("after", one.group(1)) for one in found]

@@ -43,7 +43,7 @@ def bits(tensors):
 
 
 def made(exchange, x, idx, weights, small):
-    """What calls make: rows of every format, and sums of every kind."""
+    """Results of calls: rows of every format, and sums of every kind."""
     plan = exchange.plan(idx)
     for kind in ("e4m3", "e5m2", "mxfp8", "nvfp4"):
         yield from exchange.dispatch(plan, x, quantise=kind)

@@ -241,7 +241,7 @@ def test_activation_checkpointing(ranks):
 
 
 def second_derivatives(rank, num_ranks, group):
-    """Of the operators, without a compiler: torch.compile has none."""
+    """The operators have second derivatives without a compiler: torch.compile has none."""
     exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
     key = ops.register(exchange)
     x, idx, weights = tokens_of(rank, 6, num_ranks)

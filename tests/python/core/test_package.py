@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed: the stub names what the module has, the program runs, errors are typed."""
+"""The installed package: the stub names what the module has, the program runs, errors are typed."""
 
 import ast
 import re

@@ -14,7 +14,7 @@ KINDS = {"e4m3": (torch.float8_e4m3fn, 448), "e5m2": (torch.float8_e5m2, 57344)}
 
 
 def as_fp8(x, kind):
-    """What is stored of bf16 rows [T, H]: FP8 [T, H], float32 [T, H / 128]."""
+    """Stored form of bf16 rows [T, H]: FP8 [T, H], float32 [T, H / 128]."""
     dtype, largest = KINDS[kind]
     groups = x.float().unflatten(1, (-1, 128))
     amax, largest = groups.abs().amax(2), torch.tensor(largest, dtype=torch.float32)
@@ -73,7 +73,7 @@ def test_ranks_that_differ_and_rows_that_cannot_be_made_are_refused(ranks):
 
 
 def by_rule(rank, num_ranks, group, rule, has_stride):
-    """Whether the number of rows is given or told by the plan."""
+    """Rows and scales follow the rule, whether the number of rows is given or told by the plan."""
     num_experts = 4 * num_ranks
     ex = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts, max_tokens=32)
     num_tokens = (17, 5)[rank]

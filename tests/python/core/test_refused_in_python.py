@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fails on one rank before its call has begun is told on all ranks, and shifts no call."""
+"""A failure on one rank before its call has begun is told on all ranks, and shifts no call."""
 
 import resource
 import signal
@@ -255,7 +255,7 @@ def test_an_exchange_that_could_not_grow_grows_later(ranks, on_peer_loss):
 
 
 def wrong_plans(rank, num_ranks, group):
-    """What rank 1 gives for a plan is none, or of another exchange."""
+    """Rank 1 gives something that is no plan, or a plan of another exchange."""
     exchange._alive.clear()  # other tests' caches may keep some; the one that is meant is alone
     ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
     x, idx, _ = inputs(rank, 6, 2, 4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process tells of its calls and waits."""
+"""Stats that a process tells of its calls and waits."""
 
 import gc
 import re

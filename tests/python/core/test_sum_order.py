@@ -12,7 +12,7 @@ HIDDEN, EXPERTS, TOPK, TOKENS = 32, 8, 5, 41
 
 
 def whole():
-    """What all ranks share out: tokens, choices with holes, weights, gradients."""
+    """Tokens, choices with holes, weights and gradients that all ranks share out."""
     gen = torch.Generator().manual_seed(5)
     x, grad = (torch.randn(TOKENS, HIDDEN, generator=gen).to(torch.bfloat16) for _ in range(2))
     scores = torch.rand(TOKENS, EXPERTS, generator=gen)

@@ -33,7 +33,7 @@ def is_alive(idx, alive):
 
 
 def scales_of(idx):
-    """What each route's expert multiplies by."""
+    """Factor by which each route's expert multiplies."""
     return (idx + 1).float()
 
 
@@ -44,7 +44,7 @@ def run_experts(plan, rows, scales):
 
 
 def check_renormalisation(ex, idx, weights, kept):
-    """What is left of a token has the weight of all of it."""
+    """Checks that the routes left of a token get the weight of all of them."""
     factor = ex.renormalisation(idx, weights)
     all_of_it, left = ((where * weights).sum(1) for where in (idx >= 0, kept))
     torch.testing.assert_close(factor.view(-1) * left, torch.where(left > 0, all_of_it, 0.0))
@@ -196,7 +196,7 @@ def test_an_interrupted_rank_is_lost(ranks):
 
 
 def beside_rows(rank, num_ranks, group):
-    """What is added up is added once, however often the call had to be made."""
+    """Counts are added up once, however often the call had to be made."""
     ex = exchange_of(group, num_ranks)
     x, idx, _ = inputs(rank, 9, 2, PER_RANK * num_ranks)
     plan, sums = ex.plan(idx), torch.zeros(PER_RANK, dtype=torch.int32)
@@ -220,7 +220,7 @@ def test_counts_are_added_once(ranks):
 
 
 def masking(rank, num_ranks, group):
-    """Whoever is masked is out, whoever says so and however often."""
+    """A masked rank is out, whichever rank masks it and however often."""
     ex = exchange_of(group, num_ranks)
     x, idx, _ = inputs(rank, 5, 3, PER_RANK * num_ranks)
     ex.plan(idx)

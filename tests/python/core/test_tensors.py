@@ -18,7 +18,7 @@ HIDDEN = 512
 
 
 def tensors(x):
-    """The same values, read by different ways."""
+    """Tensors of the same values, each read in another way."""
     wide = torch.cat([x, x], dim=1)
     return (x, torch.nn.Parameter(x), wide[:, : x.size(1)], x.t().contiguous().t())
 

@@ -14,14 +14,14 @@ WIRES = ["fp8", "logfmt10"]
 
 
 def fp8(groups):
-    """What is read of float32 [..., 128]."""
+    """Values that are read of float32 [..., 128] sent as FP8."""
     amax = groups.abs().amax(-1, keepdim=True)
     scale = torch.where(amax == 0, 1, amax / torch.tensor(448.0)).clamp(min=2.0**-126)
     return (groups / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def logfmt10(groups):
-    """The same, in integers."""
+    """Values that are read of float32 [..., 128] sent as logfmt10, computed in integers."""
     bits = groups.abs().view(torch.int32).long()
     largest = bits.amax(-1, keepdim=True)
     least = torch.where(bits == 0, 1 << 40, bits).amin(-1, keepdim=True)

@@ -26,7 +26,7 @@ def use(functions: str) -> None:
 
 
 def installed() -> list[str]:
-    """What can run here."""
+    """Names of the functions that can run here."""
     try:
         import weft.fused_a2a  # noqa: F401
     except ImportError:

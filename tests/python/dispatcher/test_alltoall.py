@@ -78,7 +78,7 @@ def test_rows_are_by_expert_then_source_then_token(ranks, tp, ep):
 
 
 def _drop(routing_map, capacity):
-    """What a router with a capacity keeps: the first tokens of each expert."""
+    """Routes that a router with a capacity keeps: the first tokens of each expert."""
     return routing_map & (routing_map.cumsum(0) <= capacity)
 
 

@@ -159,7 +159,7 @@ def test_received_rows_are_described(ranks):
 
 
 def _which_way(rank, num_ranks, group, monkey):
-    """Whose rows have several choices, and whose come by expert."""
+    """Replaced functions, padding and overlap get rows with several choices; others by expert."""
 
     def num_choices(**settings):
         with cases.groups(1, 2) as g:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings go together."""
+"""Settings that go together, and settings that do not."""
 
 import warnings
 

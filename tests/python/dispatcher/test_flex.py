@@ -301,7 +301,7 @@ def test_construction(ranks, functions):
 
 
 def _metadata(rank, num_ranks, group, functions):
-    """By the arguments and results of Megatron-LM and of NeMo Automodel."""
+    """The method has the arguments and results of Megatron-LM and of NeMo Automodel."""
     standins.use(functions)
     with cases.groups(2, 2) as g:
         made = cases.dispatcher("deepep", g, DispatcherConfig(num_moe_experts=4))

@@ -43,7 +43,7 @@ def blocks_of(page, kind):
 
 
 def names_of(page):
-    """What is said of `weft.*` in prose and Python, but not in shell lines."""
+    """Names `weft.*` in prose and Python of a page, but not in shell lines."""
     text = text_of(page)
     shell = [block.group() for block in FENCE.finditer(text) if block.group(1) != "python"]
     for block in shell:

@@ -88,7 +88,7 @@ def moe(family, group, x, idx, probs, weights, on_rows=lambda rows: rows, **flag
 
 
 def plain_moe(x, idx, probs, weights):
-    """The same layer without an exchange: every rank has all the experts."""
+    """The layer of `moe` without an exchange: every rank has all the experts."""
     out = torch.zeros_like(x)
     for k in range(idx.size(1)):
         chosen = weights[idx[:, k].clamp(min=0)]

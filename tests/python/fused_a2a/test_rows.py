@@ -13,7 +13,7 @@ TOPK = 3
 
 
 def expected_slots(idx, local, rank):
-    """What `rank` sees of indices: local, or -1."""
+    """Indices as `rank` sees them: local, or -1; and which of them are local."""
     mine = (idx >= rank * local) & (idx < (rank + 1) * local)
     return torch.where(mine, idx - rank * local, -1), mine
 

@@ -47,7 +47,7 @@ def test_megatron_0_19_sets_it_up(ranks):
 
 
 def results(x, probs, dispatch, combine):
-    """Of a pair of calls: what comes out, and the gradients."""
+    """Outputs of a pair of calls, and the gradients."""
     xs, ps = cases.leaves(x, probs)
     rows, row_probs, counts = dispatch(xs, ps)
     out = combine(rows * 2)

@@ -12,7 +12,8 @@ WAYS = (("expert_major", "topk"), ("expert_major", "rank"), ("rank_major", "rank
 
 
 def placement_of(num_ranks, local):
-    """Of each rank's first two experts on the ranks after it."""
+    """Placement where each rank has the next one's first expert and the second of the one after it;
+    -1 where there are too few ranks."""
     placement = torch.full((num_ranks, REPLICAS), -1, dtype=torch.int32)
     for at in range(num_ranks):
         for slot in range(min(REPLICAS, num_ranks - 1)):

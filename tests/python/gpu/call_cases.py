@@ -20,7 +20,7 @@ TIMEOUT = 10.0  # several calls' waits fit in what the ranks of a test have
 
 
 class Inputs:
-    """The same on every device: made on the CPU."""
+    """Inputs that are the same on every device: made on the CPU."""
 
     def __init__(self, rank, num_ranks, device, tokens=(37, 0, 64, 5)):
         gen = torch.Generator().manual_seed(rank)

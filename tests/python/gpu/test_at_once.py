@@ -187,7 +187,7 @@ def test_counts_of_many_calls(ranks):
 
 
 def in_graph(rank, num_ranks, group):
-    """What does not wait for the GPU can be captured."""
+    """Calls that do not wait for the GPU can be captured."""
     layer, stream = Layer(rank, num_ranks, group), torch.cuda.Stream()
     x = layer.x.clone()
 

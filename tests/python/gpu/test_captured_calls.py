@@ -17,7 +17,7 @@ RANKS = pytest.mark.parametrize("num_ranks", [1, 2])
 
 
 class Batch:
-    """What a rank sends; content may change, places stay."""
+    """Inputs that a rank sends; content may change, places stay."""
 
     def __init__(self, rank, num_ranks, seed, num_tokens=NUM_MAX):
         self.device = torch.device("cuda", rank % torch.cuda.device_count())

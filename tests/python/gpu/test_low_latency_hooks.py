@@ -68,7 +68,7 @@ class Layer:
         return out, hook
 
     def run(self, has_hook):
-        """What a layer computes."""
+        """Results of a layer: rows, counts, sums and the handle."""
         rows, counts, handle, hook = self.dispatch(has_hook)
         if has_hook:
             hook()
@@ -106,8 +106,8 @@ def test_hooks_give_the_bits_of_one_launch(ranks, name, num_ranks):
 
 
 def in_steps(rank, num_ranks, group, name):
-    """The same calls as one of the core each, and in the steps that others take; on the stream of
-    the call before, and on another one."""
+    """Calls of the core give the bits of the steps that others take; on the stream of the call
+    before, and on another one."""
     layer, other_stream = Layer(rank, num_ranks, group, **FORMATS[name]), torch.cuda.Stream()
     names = ("_dispatch_at_once", "_combine_at_once")
     usual = {name: getattr(LowLatencyMode, name) for name in names}
@@ -243,7 +243,7 @@ def test_a_send_ends_by_itself(ranks, num_ranks):
 
 
 def forgotten(rank, num_ranks, group):
-    """Of the last rank: all hear of it, and the calls after that are right."""
+    """All ranks hear of a hook that the last one forgot, and the calls after that are right."""
     forgets = rank == num_ranks - 1
     layer = Layer(rank, num_ranks, group)
     wanted = layer.run(False)

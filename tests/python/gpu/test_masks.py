@@ -86,7 +86,7 @@ class LowLatency(Layer):
         return [rank for rank, one in enumerate(status.tolist()) if one != 0]
 
     def check_after(self, lost=(VICTIM,)):
-        """What cannot be yet."""
+        """Checks that lost ranks are masked and cannot be taken in again yet."""
         assert self.masked() == list(lost)
         with pytest.raises(weft.Unsupported, match="rank 1 is lost and cannot be taken in again"):
             self.buffer.low_latency_clean_mask_buffer()
@@ -217,8 +217,8 @@ def test_calls_between_domains_return_when_a_rank_is_killed(ranks, door, tmp_pat
 
 
 def told_at_once(rank, num_ranks, group, door, folder, kill_after):
-    """Who looks right after a call finds what the call has found. kill_after: milliseconds from
-    the first round on; None: before a round."""
+    """A rank that looks right after a call finds what the call has found. kill_after: milliseconds
+    from the first round on; None: before a round."""
     layer = DOORS[door](rank, group, folder)
     everybody, rest = layer.expected(list(range(RANKS))), layer.expected(REST)
     layer.round()

@@ -94,8 +94,8 @@ def lives_on(rank, num_ranks, group, is_replayed, per_domain):
 
 
 def allocates(rank, num_ranks, group):
-    """Who is told of a loss takes memory of torch, while another thread takes some of the exchange,
-    for which torch holds a lock."""
+    """A callback that is told of a loss takes memory of torch, while another thread takes some of
+    the exchange, for which torch holds a lock."""
     device = torch.device("cuda", rank % torch.cuda.device_count())
     is_told, taken = threading.Event(), []
 

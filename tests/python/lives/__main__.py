@@ -45,7 +45,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Chosen(NamedTuple):
-    """What a life is: the same seed and choices, the same life."""
+    """Seed and choices of a life: the same ones make the same life."""
 
     seed: int
     num_ranks: int

@@ -84,7 +84,7 @@ class Held(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a call has made for later ones: a plan or a handle, and where its rows lie."""
+    """A plan or a handle that a call has made for later ones, and where its rows lie."""
 
     handle: Any
     rows: Rows
@@ -169,7 +169,7 @@ class Life:
         return moved[0] if len(moved) == 1 else moved
 
     def tokens(self, most: int = 12) -> list[int]:
-        """Of each rank: often none."""
+        """Number of tokens of each rank: often none."""
         each = [self.rng.choice([0, 1, self.rng.randint(0, most), most]) for _ in self.all]
         return [0] * len(each) if self.chance(0.03) else each
 
@@ -239,7 +239,7 @@ class Life:
         return self.rng.choice(there) if there else None
 
     def forget(self, holder: Any, *names: str) -> None:
-        """What was kept under these names by an exchange or buffer that ends."""
+        """Drops what was kept under these names by an exchange or buffer that ends."""
         for name in names:
             there = self.kept.get(name, [])
             there[:] = [one for one in there if one.holder is not holder]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls must return: every rank makes the inputs of all ranks itself, and computes on the CPU
-where their rows lie and what their sums are. Nothing here asks another rank."""
+"""Results that calls must return: every rank makes the inputs of all ranks itself, and computes on
+the CPU where their rows lie and what their sums are. Nothing here asks another rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FACTORS = torch.cat([1.0 + torch.arange(256) % 8 / 8, torch.tensor([torch.nan])]
 
 
 class Batch:
-    """What all ranks bring to a call; N tokens in all, by rank. idx [N, K] has -1 for no route."""
+    """Inputs of all ranks for a call; N tokens in all, by rank. idx [N, K] has -1 for no route."""
 
     def __init__(self, gen, tokens, hidden, topk, num_experts, dtype, kind="any", hot=None):
         """tokens: of each rank. kind: "any", where a token may name an expert twice; "distinct";
@@ -71,7 +71,7 @@ class Batch:
 
 
 class Rows:
-    """Where the routes of a batch lie on `rank`, and on all others what of them is kept."""
+    """Places of a batch's routes on `rank`, and which routes are kept, on all ranks."""
 
     def __init__(self, batch, rank, layout="expert_major", pad=1, stride=0, budgets=None, alive=()):
         """budgets: rows of each rank, or as many as come. alive: ranks that take part; (): all."""
@@ -122,7 +122,7 @@ class Rows:
         return (self.batch.source == rank).unsqueeze(1)
 
     def _slots(self, pad: int, stride: int) -> tuple[Tensor, Tensor]:
-        """Of every route its row on its rank, and how many rows each rank needs."""
+        """Row of every route on its rank, and how many rows each rank needs."""
         batch, flat = self.batch, self.idx.flatten()
         counts = torch.bincount(flat + 1, minlength=batch.num_experts + 1)[1:]
         blocks = -(-counts // pad) * pad
@@ -139,8 +139,8 @@ class Rows:
         return slot.view(self.idx.shape), by_rank.sum(1)
 
     def received(self, values: Tensor, alive=()) -> tuple[Tensor, Tensor]:
-        """What of [N, any] this rank's rows have, zeros for padding and for tokens of ranks that
-        were lost since; and which rows are defined."""
+        """This rank's rows of [N, any], zeros for padding and for tokens of ranks that were lost
+        since; and which rows are defined."""
         rows = values.new_zeros(self.num_rows, *values.shape[1:])
         has = self._has_token(alive)
         rows[has] = values[self.token[has]]
@@ -156,7 +156,7 @@ class Rows:
         return has
 
     def row_weights(self, weights: Tensor, columns: int = 0, alive=()) -> Tensor:
-        """Of weights [N, K] those of the rows: [rows, 1], or [rows, K] with zeros elsewhere; or,
+        """Weights of the rows, taken from [N, K]: [rows, 1], or [rows, K] with zeros elsewhere; or,
         where a map has told the exchange no K, so many columns."""
         if self.layout == "rank_major":
             here = torch.where(self.owner == self.rank, weights, 0.0)

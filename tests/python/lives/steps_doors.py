@@ -19,7 +19,7 @@ MOST = [8, 16]  # tokens of a rank in a low-latency call
 
 
 def batch_of(life: Life, **options) -> Batch:
-    """Of one of the life's sizes."""
+    """A batch of one of the life's sizes."""
     return life.batch(*life.rng.choice(life.sizes), **options)
 
 
@@ -89,7 +89,7 @@ def normal_sums(life: Life, kept: Kept, batch: Batch, got: torch.Tensor) -> None
 
 @step(6, lives="steady")
 def normal_again(life: Life) -> None:
-    """By a handle of before, whatever has been called since."""
+    """A dispatch and a combine by a handle of before, whatever has been called since."""
     kept = life.found("normal")
     if kept is None:
         return
@@ -274,7 +274,7 @@ def wrong_in_buffer(life: Life) -> None:
 
 @step(1, lives="steady", device="cpu")
 def wrong_among_sizes(life: Life) -> None:
-    """The same, of other sizes than those of the call before, known or not."""
+    """A wrong argument on one rank, in a call of other sizes than the one before, known or not."""
     wrong_call(life, *low_latency_batch(life))
 
 

@@ -84,7 +84,7 @@ def check_rows(what, got, rows: Rows, values, alive=()) -> None:
 
 
 def weights_of(life: Life, kept: Kept, batch: Batch) -> torch.Tensor:
-    """As the source has them: [T, K], or [T, E] beside a map."""
+    """Weights as the source has them: [T, K], or [T, E] beside a map."""
     weights = batch.of(life.rank, batch.weights)
     return life.there(batch.spread(life.rank, weights) if batch.kind == "map" else weights)
 
@@ -94,18 +94,18 @@ def row_weights(kept: Kept, batch: Batch, alive=()) -> torch.Tensor:
 
 
 def returned_weights(life: Life, kept: Kept, batch: Batch, values, alive=()) -> torch.Tensor:
-    """Those [T, K] that come back by the routes that lead anywhere."""
+    """Weights [T, K], or [T, E] beside a map, that come back by the routes that lead anywhere."""
     values = torch.where(kept.rows.taken(alive), batch.of(life.rank, values), 0.0)
     return batch.spread(life.rank, values) if batch.kind == "map" else values
 
 
 def is_narrow(held: Held, batch: Batch) -> bool:
-    """Whether rows can become smaller on the way."""
+    """True if rows can become smaller on the way."""
     return batch.dtype == torch.bfloat16 and held.hidden % 128 == 0
 
 
 def experts(life: Life, rows: Rows, moved: torch.Tensor) -> torch.Tensor:
-    """What the experts make of rows; NaN where there is none to read."""
+    """Rows that the experts make of rows; NaN where there is none to read."""
     return moved * life.there(rows.factors(moved.dtype))
 
 
@@ -128,7 +128,7 @@ def dispatched(life: Life, kept: Kept, batch: Batch) -> torch.Tensor:
 
 
 def combined(life: Life, kept: Kept, batch: Batch, moved: torch.Tensor) -> None:
-    """What the experts made of the rows, back at their tokens."""
+    """Combines what the experts made of the rows, and checks the sums at their tokens."""
     plan, rows, held = kept.handle, kept.rows, kept.holder
     y, x = experts(life, rows, moved), batch.of(life.rank, batch.x)
     order = kept.how.get("order", "rank")

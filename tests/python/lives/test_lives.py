@@ -15,7 +15,7 @@ def lives(*options: str) -> str:
 
 
 def test_ten_thousand_steps_are_right():
-    """As many of them as a busy machine makes in the time that this test has."""
+    """A busy machine makes as many of the steps as it can in the time that this test has."""
     said = lives("--total", "10000", "--limit", "40")
     assert "all right" in said, said
 

@@ -145,7 +145,7 @@ class Trainer:
         return [one.optimizer for one in self.optimizer.chained_optimizers]
 
     def fp32_shards(self):
-        """Of weights, which bf16 has beside its own."""
+        """fp32 shards of weights, which bf16 has beside its own."""
         return [p for one in self.shards() for group in one.param_groups for p in group["params"]]
 
     def save(self, path):
@@ -175,8 +175,8 @@ def on_host(tensor, as_numpy=False, record_stream=False):
 
 
 def on_this_machine(body):
-    """In a process of a rank. Its call takes where to import Megatron-Core from, "" for the one
-    that is installed, and hands on the rest."""
+    """Returns `body` for a process of a rank. Its call takes where to import Megatron-Core from, ""
+    for the one that is installed, and hands on the rest."""
 
     @functools.wraps(body)
     def call(rank, num_ranks, group, folder, *args):

@@ -123,7 +123,7 @@ def run_layer(rank, num_ranks, group, backend, how, num_tokens, settings):
 
 
 def expected(rank: int, num_ranks: int, num_tokens: list[int], router: torch.Tensor):
-    """The same by the definition, with every expert here."""
+    """Output and gradients of `run_layer` by the definition, with every expert here."""
     weights = [expert_weights(expert) for expert in range(EXPERTS)]
     up, down = (torch.stack(part).requires_grad_() for part in zip(*weights))
     for source in range(num_ranks):
@@ -253,7 +253,7 @@ def test_newer_schedule_may_stage_gradients(newer_ranks):
 
 
 def captured(rank, num_ranks, group):
-    """What Megatron takes out of a graph of the router and the preprocessing."""
+    """Megatron takes these outputs out of a graph of the router and the preprocessing."""
     from megatron.core.transformer.moe.moe_utils import MoECudaGraphPartialCaptureSignal
 
     from weft.dispatcher import DispatcherConfig, DispatcherGroups, MoEFlexTokenDispatcher

@@ -87,7 +87,7 @@ def resumed(rank, num_ranks, group, folder, backend, run, path):
 
 
 def by_all(core, num_ranks, run):
-    """What every backend gives, and the first one twice."""
+    """Returns what every backend gives, and the first one twice: all the same."""
     backends = (*core.backends, core.backends[0])
     found = [core(trained, num_ranks, backend, run) for backend in backends]
     assert all(one == found[0] for one in found)

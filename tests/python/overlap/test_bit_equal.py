@@ -82,7 +82,7 @@ def _delayed_after_the_layer(rank, num_ranks, group, kinds):
 
 @pytest.mark.parametrize("kinds", ["m", "dm", "md"])
 def test_delayed_weight_gradients_after_a_layer(ranks, kinds):
-    """Those of mtp_post_process, which has no turn for them."""
+    """The gradients are those of mtp_post_process, which has no turn for them."""
     ranks(_delayed_after_the_layer, 2, kinds)
 
 

@@ -99,7 +99,7 @@ def test_node_that_throws(ranks, dispatcher, place):
 
 
 def _arguments(rank, num_ranks, group):
-    """Those of Megatron-LM's models by position; what has no use here is refused."""
+    """Arguments go by position as in Megatron-LM's models; those of no use here are refused."""
     made = cases.model(group, "m")
     ids = torch.zeros(1, 3, dtype=torch.long)
     plan = made.build_schedule_plan(ids, None, None, None, ids, None, None, {}, None, None)
@@ -132,7 +132,7 @@ def test_hook_that_throws(ranks):
 
 
 def _builder(rank, num_ranks, group):
-    """What makes the plans throws while a forward waits for its backward."""
+    """The builder of the plans throws while a forward waits for its backward."""
     made = cases.model(group, "m")
     plans = []
 

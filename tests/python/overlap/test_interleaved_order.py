@@ -63,7 +63,7 @@ def test_shapes_that_are_none(shape, text):
 
 
 def _steps(shape, group, kinds, **options):
-    """What one rank of a pipeline issues; what it would be sent are zeros."""
+    """Steps that one rank of a pipeline issues, and what it sends; it receives zeros."""
     part = pipelines.Part(cases.model(group, kinds, **options), shape)
     batches = [cases.batch(0, i) for i in range(shape.num_micro_batches)]
     sent = []
@@ -79,7 +79,7 @@ def _steps(shape, group, kinds, **options):
 
 
 def _runs(rank, num_ranks, group, shape):
-    """Which chunk begins what, from the steps that begin it."""
+    """Forwards (F) and backwards (B) of chunks, in the order of the steps that begin them."""
     shape = PipelineShape(*shape)
     steps, _ = _steps(shape, group, "d" * shape.num_ranks * shape.num_chunks)
     runs = []

@@ -185,7 +185,7 @@ def test_schedules_without_a_pipeline(ranks):
 
 
 def _hooks(rank, num_ranks, group):
-    """What hooks are given, and the gradient of a stage's input."""
+    """Arguments of hooks; checks the gradient of a stage's input."""
     made = cases.model(group, "m")
     made.vp_stage = 3
     ids = cases.batch(rank, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which inputs go after the forward, and that a backward leaves nothing behind."""
+"""Inputs that go after the forward; and a backward leaves nothing behind."""
 
 import gc
 import weakref

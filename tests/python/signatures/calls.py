@@ -21,7 +21,7 @@ class Call(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an expression stands, to look up what its names hold."""
+    """Function and class around an expression, to look up what its names hold."""
 
     function: Function | None
     owner: ast.ClassDef | None
@@ -33,9 +33,9 @@ def calls(
     within: set[str] | None = None,
     functions: set[str] = frozenset(),
 ) -> Iterator[Call]:
-    """Those of `receivers`: names of variables, attributes and classes; and those of `functions`.
-    within: only in these classes of the source. A name with a capital is a class, whose call makes
-    an object."""
+    """Yields the calls of `receivers`: names of variables, attributes and classes; and those of
+    `functions`. within: only in these classes of the source. A name with a capital is a class,
+    whose call makes an object."""
     for node, place in _walk(ast.parse(text), Place(None, None)):
         if within is not None and (place.owner is None or place.owner.name not in within):
             continue
@@ -141,7 +141,7 @@ def _names_of_variable(variable: ast.Name, place: Place) -> list[frozenset[str]]
 
 
 def problems(call: Call, owner: type | ModuleType) -> Iterator[str]:
-    """What keeps the call from binding to the method or function of `owner`, in any of its ways."""
+    """Yields what keeps any way of the call from binding to the method or function of `owner`."""
     found = owner if call.name == NEW else getattr(owner, call.name, None)
     if found is None:
         yield "absent"

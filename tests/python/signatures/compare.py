@@ -100,7 +100,7 @@ def _default(theirs: Parameter, ours: Parameter) -> Iterator[str]:
 
 
 def differences(theirs: Signature, ours: Signature, by_position: bool = False) -> Iterator[str]:
-    """What a call of theirs could stumble over. by_position: nobody calls by name."""
+    """Yields what a call of theirs could stumble over. by_position: no caller uses names."""
     places = {each.name: place for place, each in enumerate(ours.positional)}
     by_name = {each.name: each for each in ours.keyword}
     for place, each in enumerate(theirs.positional):
@@ -138,7 +138,7 @@ def differences(theirs: Signature, ours: Signature, by_position: bool = False) -
 
 
 def _find(module: Any, name: str) -> Any:
-    """What has the dotted name, a static or class method as such; AttributeError without it."""
+    """Object of the dotted name, a static or class method as such; AttributeError without it."""
     found = module
     for part in name.split("."):
         static = inspect.getattr_static(found, part, None) if inspect.isclass(found) else None

@@ -25,14 +25,14 @@ def allowed(width: str) -> list[tuple[str, str, str]]:
 
 
 def is_of(ending: str, package: str, file: str) -> bool:
-    """Whether a row of `allowed` is about the file of a package, "name version"."""
+    """True if a row of `allowed` is about the file of a package, "name version"."""
     return f"{file} {package.split()[1]}".endswith(ending) or file.endswith(ending)
 
 
 def differences_of(
     table: list[tuple[str, str, str]], package: str, file: str
 ) -> dict[str, set[str]]:
-    """What the rows of `allowed` say of the file, by name."""
+    """Differences that the rows of `allowed` list for the file, by name."""
     found: dict[str, set[str]] = {}
     for ending, name, what in table:
         if is_of(ending, package, file):

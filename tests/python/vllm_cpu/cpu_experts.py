@@ -91,7 +91,7 @@ def _add_experts() -> None:
 
 
 def _mlp(x, w13, w2):
-    """In fp64, whose rounding to bf16 does not show how many rows were computed together."""
+    """An expert in fp64: rounded to bf16, it does not show how many rows were computed together."""
     gate, up = (x.double() @ w13.double().T).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up) @ w2.double().T
 

@@ -117,7 +117,7 @@ def check_calls(report, backend, broken_off=0):
 
 @pytest.fixture(scope="module")
 def generated(model, environment, tmp_path_factory):
-    """What engines without a server answer, by backend; the default one without Weft."""
+    """Gives the answers of engines without a server, by backend; the default one without Weft."""
     folder = tmp_path_factory.mktemp("answers")
     given = prompts()
     task = {"name": "greedy", "prompts": [given[::2], given[1::2]], "tokens": 16, "best": 2}

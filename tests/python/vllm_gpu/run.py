@@ -207,7 +207,7 @@ class Run:
             state.write_text(json.dumps({"good": good}))
 
     def run_ways(self) -> list[str]:
-        """Those that are left for the next call."""
+        """Runs ways while there is time; returns those left for the next call."""
         again = self.args.ways or self.args.dry_run
         ways = self.args.ways or WAYS
         left = [way for way in ways if again or not self.files(way)[3].exists()]

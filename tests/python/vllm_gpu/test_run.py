@@ -44,7 +44,7 @@ class LLM:
 
 
 def fat_binary(*parts):
-    """Of parts (kind, architecture, bytes)."""
+    """A fat binary of parts (kind, architecture, bytes)."""
     body = b"".join(
         struct.pack("<HHIQ12xI", kind, 1, 64, len(code), architecture).ljust(64, b"h") + code
         for kind, architecture, code in parts

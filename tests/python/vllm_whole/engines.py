@@ -94,7 +94,8 @@ class Engines:
             one.start()
 
     def hear(self, needed, limit=float("inf")):
-        """What engines tell next; None if one of `needed` ended with an error, or too late."""
+        """Returns what engines tell next; None if late or if one of `needed` ended with an
+        error."""
         end = time.monotonic() + limit
         while time.monotonic() < end:
             ended = any(one.exitcode for one in needed)
@@ -106,7 +107,7 @@ class Engines:
         return None
 
     def do(self, task, answers):
-        """Whether all went as the task has it."""
+        """Does the task; returns whether all went as the task has it."""
         mine = answers[task["name"]] = {"seconds": [None, None], "answers": [None, None]}
         num_begun = 0
         for one in self.may_begin:

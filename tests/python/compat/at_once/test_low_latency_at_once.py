@@ -82,8 +82,8 @@ def test_calls_at_once_are_those_in_steps(ranks, options):
 
 
 def in_steps(rank, num_ranks, group):
-    """What is to be done beside the call, or is of other sizes than the call before, goes in steps,
-    and what follows is right."""
+    """A call with work beside it, or with other sizes than the call before, goes in steps, and the
+    calls after it are right."""
     case, buffer = low_latency_case(rank, num_ranks, group)
     wide, _ = low_latency_case(rank, num_ranks, group, hidden=256)
     options = {"use_fp8": False}
@@ -211,7 +211,7 @@ def test_memory_of_what_is_returned_is_given_back(ranks):
 
 
 def wrong(rank, num_ranks, group):
-    """What is wrong on one rank, whose call is one of the core on the others."""
+    """All ranks hear what is wrong on one, though their own call is one of the core."""
     case, buffer = low_latency_case(rank, num_ranks, group)
     is_wrong = rank == num_ranks - 1
     given = (case.x, case.idx, NUM_MAX, case.num_experts)

@@ -310,7 +310,7 @@ def test_growth_by_expert(ranks):
 
 
 def in_steps(rank, num_ranks, group):
-    """What is more than a plain call, or is of other sizes than the call before, goes in steps."""
+    """A call that is no plain one, or has other sizes than the call before, goes in steps."""
     case = Case(rank, group, 2 * num_ranks, 2, (5, 3))
     buffer = Buffer(group)
     given = routing_of(buffer, case)
@@ -369,7 +369,7 @@ def test_an_interrupt_before_the_call_is_told(ranks):
 
 
 def given_back(rank, num_ranks, group):
-    """What calls return goes when nobody has it, also what was shorter than its memory."""
+    """Results of calls go with their last reference, also those shorter than their memory."""
     case = Case(rank, group, 2 * num_ranks, 2, (400, 300))
     buffer = Buffer(group)
     numbers = (400, 390, 400, 396)

@@ -219,7 +219,7 @@ def test_all_ranks_hear_what_one_refuses(ranks):
 
 
 def worth(rank, num_ranks, group):
-    """By default a replica has at least 1024 rows."""
+    """A replica has at least 1024 rows by default."""
     manager = Manager(group, 1, MASTERS, SLOTS, FC1, FC2)
     return manager.update_placement(0, routing(rank, num_ranks, 0)[1]).placement.max().item()
 

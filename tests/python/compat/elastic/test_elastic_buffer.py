@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ElasticBuffer says of itself: sizes, ranks, the model of SMs, and what it refuses."""
+"""ElasticBuffer's answers about itself: sizes, ranks, the model of SMs, and what it refuses."""
 
 import inspect
 import itertools
@@ -16,7 +16,7 @@ MIB2 = 2 << 20
 
 
 def counted_groups(num_experts, num_topk, num_groups):
-    """By going through every choice."""
+    """Mean number of groups that a token chooses, by going through every choice."""
     each = num_experts // num_groups
     choices = list(itertools.combinations(range(num_experts), num_topk))
     return sum(len({e // each for e in choice}) for choice in choices) / len(choices)

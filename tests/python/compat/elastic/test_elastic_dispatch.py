@@ -291,7 +291,7 @@ def refusals(rank, num_ranks, group):
 
 
 def different_most(rank, num_ranks, group, kind):
-    """Of numbers of which some rank has not heard all ranks hear; and too many tokens."""
+    """All ranks hear of a new num_max_tokens_per_rank that differs, and of too many tokens."""
     x, idx = torch.ones(3, 16), torch.tensor([[0], [1], [3]])
     buffer = kind(group, num_max_tokens_per_rank=8, hidden=16)
 

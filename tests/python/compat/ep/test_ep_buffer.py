@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What EPBuffer says of itself, its life, its module, and copies of experts."""
+"""EPBuffer's answers about itself, its life, its module, and copies of experts."""
 
 import itertools
 import math

@@ -51,8 +51,8 @@ class Case:
         return [t for t in range(len(self.all_idx[source])) if max(self.local(source, t)) >= 0]
 
     def dense(self, members, num_ranks):
-        """What a layer with all experts makes of this rank's tokens, in fp32; those of `members`
-        alone take part."""
+        """Results in fp32 of a layer with all experts for this rank's tokens; only those of
+        `members` take part."""
         out = torch.zeros(self.x.shape)
         for token, row in enumerate(self.x.float()):
             for e, weight in zip(self.idx[token].tolist(), self.weights[token]):
@@ -66,8 +66,8 @@ def expert(number, row):
 
 
 def computed(rank, got):
-    """What the experts of a rank make of its rows: weighted, and added up; NaN where no token is,
-    which nobody may read."""
+    """Results of a rank's experts for its rows: weighted, and added up; NaN where no token is,
+    which no rank may read."""
     rows = got.expert_tensors.flatten(0, 1)
     out = torch.full_like(rows, float("nan"))
     for n, (row, ids, weights) in enumerate(zip(rows, got.recv_topk_idx, got.recv_topk_weights)):
@@ -78,7 +78,7 @@ def computed(rank, got):
 
 
 def check_rows(case, got, members, num_ranks, is_flat):
-    """What came, row by row."""
+    """Checks the rows that came; returns how many they are."""
     rows = got.expert_tensors.flatten(0, 1)
     assert got.expert_tensors.shape == (num_ranks, MOST, HIDDEN)
     assert got.num_tokens == len(rows) and got.expert_scales is None
@@ -317,7 +317,7 @@ def test_fleets_end_with_a_rank_unless_they_may_lose_some(ranks, kind):
 
 
 def refused(rank, num_ranks, group, kind):
-    """What one rank gets wrong, all hear; and they go on."""
+    """All ranks hear what one gets wrong; and they go on."""
     case = Case(rank, group, random_idx(rank, LOCAL * num_ranks, 6))
     with stub.installed(PLACE):
         fleet = made(rank, num_ranks, None, kind, group=group)

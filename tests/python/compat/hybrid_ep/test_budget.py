@@ -109,7 +109,7 @@ def test_blocking_never_drops(ranks):
 
 
 def late_rows(rank, num_ranks, group):
-    """Of one expert's rows those of later sources and tokens go first."""
+    """A budget drops an expert's rows of later sources and tokens first."""
     case = Case(rank, num_ranks, group, (5,), local=1, dtype=torch.float32)
     case.map.zero_()
     case.map[:, 0] = True

@@ -188,7 +188,7 @@ def test_inputs_need_not_be_contiguous(ranks):
 
 
 def gradients(rank, num_ranks, group):
-    """What the autograd functions do: combine gradients, dispatch gradients with the handle."""
+    """Calls of the autograd functions: combine gradients, dispatch gradients with the handle."""
     case = Case(rank, num_ranks, group, (7, 2, 11)).gather()
     buffer = buffer_of(group, case)
     rows, probs, _, counts, handle = buffer.dispatch_with_permute(

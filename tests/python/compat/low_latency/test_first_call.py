@@ -58,7 +58,7 @@ class Layer:
 
 
 def with_deadline(body):
-    """In a process whose calls wait for 2 seconds."""
+    """Returns `body` with a deadline of 2 seconds for its calls."""
 
     def call(*args):
         os.environ["WEFT_CALL_TIMEOUT_S"] = "2"

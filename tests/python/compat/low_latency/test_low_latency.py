@@ -309,7 +309,7 @@ def test_masked_ranks_are_left_out(ranks, num_ranks):
 
 
 class SoftBuffer(Buffer):
-    """As among several hosts: a masked rank still makes its calls."""
+    """A buffer as among several hosts: a masked rank still makes its calls."""
 
     _LOSES_RANKS = False
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What low-latency dispatches of `Buffer` make of rows on their way: FP8, MXFP8 and NVFP4."""
+"""Formats that low-latency dispatches of `Buffer` give rows on their way: FP8, MXFP8 and NVFP4."""
 
 import functools
 
@@ -77,7 +77,7 @@ def test_mxfp8_rows_have_a_scale_for_32_elements(ranks):
 
 
 def of_nvfp4(rank, num_ranks, group, use_ue8m0_for_sf, masks):
-    """What vLLM and SGLang give to grouped products: experts outermost, scales in tiles."""
+    """Rows that vLLM and SGLang give to grouped products: experts outermost, scales in tiles."""
     case, buffer = low_latency_case(rank, num_ranks, group, hidden=192, enable_shrink=masks)
     given = None if use_ue8m0_for_sf else 2688 / torch.full((case.local,), 7.0)  # one for each
     scale = torch.ones(1) if given is None else given[:1]

@@ -136,7 +136,7 @@ def test_two_micro_batches_take_turns(ranks, is_late):
 
 
 def late(rank, num_ranks, group):
-    """What a rank has waited for each of the others: for the one that is late most of all."""
+    """A rank's waits for the others are longest for the one that is late."""
     case, buffer = low_latency_case(rank, num_ranks, group)
     given = (case.x, case.idx, NUM_MAX, case.num_experts)
     rows, _, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=False)

@@ -105,7 +105,7 @@ def test_a_group_shrinks(ranks, way, gone, tmp_path):
 
 
 def in_the_middle(rank, num_ranks, group, way, folder):
-    """Who is masked has a number between those of the others."""
+    """A masked rank has a number between those of the others."""
     case = make_case(rank, num_ranks, group)
     given = meeting(rank, num_ranks, group, way, folder)
     buffer = sized(rank, num_ranks, given)

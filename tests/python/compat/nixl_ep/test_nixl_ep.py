@@ -159,7 +159,7 @@ def test_masked_ranks_are_left_out(ranks, num_ranks, tmp_path):
 
 
 def wrong_on_one_rank(rank, num_ranks, group, way, folder):
-    """What one rank refuses to connect, all do; then a right call connects them."""
+    """All ranks refuse to connect if one does; then a right call connects them."""
     given = meeting(rank, num_ranks, group, way, folder)
     last, everybody = num_ranks - 1, list(range(num_ranks))
     for capacity, options, match in (
@@ -270,7 +270,7 @@ def test_refused_on_this_rank():
 
 
 def test_places_of_arguments():
-    """As callers of nixl_ep give them."""
+    """Arguments have the places that callers of nixl_ep give them."""
     new = "disable_ll_nvlink explicitly_destroy rank low_latency_mode group comm tcp_store_group"
     made = [*inspect.signature(Buffer).parameters]
     assert made == [*new.split(), "timeout_ms"]
