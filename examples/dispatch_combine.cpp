@@ -13,7 +13,7 @@ constexpr int kExperts = 8;
 constexpr int kTopk = 2;
 constexpr int64_t kHidden = 16;
 
-// What each rank does. Returns the number of wrong elements.
+// Makes the calls of one rank. Returns the number of wrong elements.
 int run_rank(weft::Group& group) {
   weft::Exchange exchange(
       group, {.hidden = kHidden, .max_tokens = 8, .num_experts = kExperts, .max_topk = kTopk}

@@ -44,7 +44,7 @@ struct OnGpu {
   weft::Buffer buffer;
 };
 
-// What each rank does. Returns the number of wrong elements.
+// Makes the calls of one rank. Returns the number of wrong elements.
 int run_rank(weft::Group& group, int num_gpus) {
   const weft::Device device = {weft::Device::Kind::kCuda, group.rank() % num_gpus};
   const int num_experts = kExpertsPerRank * group.num_ranks();
