@@ -40,7 +40,7 @@ VOCABULARY = {"cpu": 64, "cuda": 32768}
 
 
 def train(args: argparse.Namespace) -> None:
-    """In a rank of one way: writes its steps to args.json."""
+    """Trains as a rank of one way; rank 0 writes the steps to args.json."""
     import torch
     import torch.distributed as dist
     from pretrain import Run, Trainer, on_this_machine
