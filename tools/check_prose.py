@@ -14,7 +14,7 @@ FRAGMENT = re.compile(
 )
 COMMENT = re.compile(r"\s*//\s?(.*)")
 # Percent that may open so, measured when last lowered. The goal is 5.
-MOST = {"comments": 5.0, "docstrings": 6.8}
+MOST = {"comments": 5.0, "docstrings": 5.0}
 SOURCES = (".cpp", ".hpp", ".cu", ".cuh", ".h")
 
 

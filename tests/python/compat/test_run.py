@@ -140,6 +140,12 @@ def test_chosen_names_are_weft_and_others_are_not():
     assert done.stderr.splitlines()[-1] == "weft run: nobody called Weft (as uccl)"
 
 
+def test_deep_ep_is_found_by_the_name_of_its_second_version():
+    code = "from deep_ep_v2 import EPBuffer; import deep_ep; print(EPBuffer is deep_ep.EPBuffer)"
+    done = weft_run("--as", "deep_ep", *python(code))
+    assert "True" in done.stdout.splitlines()
+
+
 def test_programs_find_what_they_import():
     apart = ("moonep", "transformer_engine")  # it stands for these if it is told to
     below = [line for line in STATEMENTS if not any(name in line for name in apart)]
