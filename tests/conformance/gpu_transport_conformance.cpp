@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every GPU transport must do: device memory that ranks share, as threads and as processes, on
-// one GPU and on several. Each name of the registry is a case, skipped where its machine does not
-// allow it. CUDA does not survive fork, so everything that touches it runs in forked processes,
+// Requirements of every GPU transport: device memory that ranks share, as threads and as processes,
+// on one GPU and on several. Each name of the registry is a case, skipped where its machine does
+// not allow it. CUDA does not survive fork, so everything that touches it runs in forked processes,
 // also where ranks are threads.
 #include <gtest/gtest.h>
 
@@ -52,7 +52,7 @@ std::ostream& operator<<(std::ostream& out, const GpuCase& value) {
   return out << value.transport;
 }
 
-// What `question` answers in a process of its own, 0 to kMostAnswer.
+// Returns the answer of `question` in a process of its own, 0 to kMostAnswer.
 int ask(const std::function<int()>& question) {
   return run_forked(1, [&](Group& /*group*/) { return kCountBase + question(); }).front() -
          kCountBase;
@@ -82,7 +82,7 @@ uint64_t free_bytes() {
   return free;
 }
 
-// Of GPU 0, in GiB.
+// Returns the free memory of GPU 0 in GiB, at most kMostAnswer.
 int free_gib() {
   return ask([] {
     return static_cast<int>(std::min<uint64_t>(free_bytes() / kLargeBytes, kMostAnswer));

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Where kernels of an exchange find it: an entry may not be in the table yet.
+// Returns the place as kernels of an exchange find it: an entry may not be in the table yet.
 __device__ uint32_t* words_at(const PatternPlace& place) {
   RankView me;
   me.regions = place.table;

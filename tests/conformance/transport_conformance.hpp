@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every transport must do. A file per transport names its cases and gets all tests of
+// Requirements of every transport. A file per transport names its cases and gets all tests of
 // transport_conformance.cpp; bodies run on every rank, as threads or as processes, and throw where
 // they find a fault.
 #pragma once

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who is named by a rank that no longer reaches a peer: that peer, or whoever died, and not a rank
-// that was done with the call and left.
+// A rank that no longer reaches a peer names that peer, or the rank that died, but no rank that was
+// done with the call and left.
 #include <gtest/gtest.h>
 
 #include <atomic>

@@ -24,7 +24,7 @@ namespace {
 
 constexpr auto kHangGuard = std::chrono::seconds(5);  // notice takes a fraction of a second
 
-// Where in a rank's life it ends.
+// Point of a rank's life at which it ends.
 enum class Step { kBeforePlan, kBeforeDispatch, kBeforeCombine, kAfterAll };
 
 class DeathTest : public testing::Test {
@@ -76,7 +76,7 @@ int verdict(bool is_good, const std::string& text) {
   return is_good ? 0 : 1;
 }
 
-// What a survivor must find once its exchange is gone.
+// Returns whether this process maps no shared memory, as a survivor must once its exchange is gone.
 bool has_no_shared_memory() {
   return measure_process_memory().num_shared_mappings == 0;
 }

@@ -33,7 +33,7 @@ CaseData staged_case(const ExchangeSetup& setup, const std::string& calls) {
   return make_case_data(setup, spec);
 }
 
-// What ends each rank's exchange when all repeat this case.
+// Returns what ends each rank's exchange when all ranks repeat this case.
 std::vector<Thrown> causes(const ExchangeSetup& setup, const std::string& calls) {
   const CaseData data = staged_case(setup, calls);
   std::vector<Thrown> all(4);
@@ -55,7 +55,7 @@ std::vector<Thrown> causes(const ExchangeSetup& setup, const std::string& calls)
   return all;
 }
 
-// Which put is lost first hangs on the seed.
+// Expects an error with `part` for one of 12 seeds: the seed decides which put is lost first.
 void expect_loss_is_reported(const std::string& calls, const std::string& part) {
   std::string seen;
   for (int seed = 1; seed <= 12; ++seed) {

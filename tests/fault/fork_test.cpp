@@ -30,7 +30,7 @@ class ForkTest : public ::testing::TestWithParam<const char*> {
   void TearDown() override { ::unsetenv("WEFT_TRANSPORT"); }
 };
 
-// Whether the child ended as `body` says: 0. It may take no longer than the ranks' own deadlines.
+// Returns whether `body` returns 0 in a child, in no more time than the ranks' own deadlines.
 bool ends_well(const std::function<int()>& body) {
   const pid_t child = ::fork();
   if (child == 0) {

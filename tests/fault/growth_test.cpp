@@ -43,7 +43,7 @@ Case choices(int topk) {
   return spec;
 }
 
-// What grow() has said but "has grown", nothing if that is all.
+// Returns what grow() throws or answers other than `has_grown`; empty if neither.
 std::string grow(Exchange& exchange, int64_t max_tokens, int max_topk, bool has_grown) {
   bool is_larger = false;
   const auto thrown = thrown_by([&] { is_larger = exchange.grow(max_tokens, max_topk); });
@@ -54,8 +54,8 @@ std::string grow(Exchange& exchange, int64_t max_tokens, int max_topk, bool has_
   return said;
 }
 
-// By what one of the ranks that are left wants; plans from before go on, and a process that comes
-// back with the sizes of the first exchange has those of the others.
+// Each size grows to the largest that any rank left asks for; plans from before go on, and a
+// process that comes back with the sizes of the first exchange has those of the others.
 TEST(GrowthTest, RanksThatAreLeftGrowTogether) {
   const ExchangeSetup many = many_of(4);
   const ExchangeSetup few = few_of(many);

@@ -69,7 +69,7 @@ TEST_P(LossWatchTest, AgreesWhenAnotherDiesMeanwhile) {
           static_cast<void>(::raise(SIGKILL));
         }).detach();
       }
-      // Whoever has agreed with rank 2 before it died agrees again without it.
+      // A rank that has agreed with rank 2 before it died agrees again without it.
       auto agreed = own.settle();
       while (own.watch().lost() != 0b110) {
         static_cast<void>(own.watch().await_news(kSoon));
@@ -181,7 +181,7 @@ std::string lose_rank_1(Watched& own, const Group& group, const std::vector<int>
   return own.problem(own.settle(), alive, 0b10);
 }
 
-// What a rank that meets others has heard of them, and who they are.
+// Ranks that a rank meets: all, those that it has heard, and those that are new.
 struct Met {
   std::vector<int> ranks;
   std::vector<int> said;

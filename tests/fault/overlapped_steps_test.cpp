@@ -28,7 +28,7 @@ constexpr StepOptions kOptions = {
     .overlap = {.is_on = true, .delays_weight_gradients = true},
     .timeout = std::chrono::seconds(2)};
 
-// Which step of the second micro-batch's second block throws.
+// Step of the second micro-batch's second block that throws.
 struct BadPiece {
   const char* name;
   const char* step;

@@ -45,7 +45,7 @@ TEST_F(ReadmissionTest, ANewProcessTakesThePlaceOfALostRank) {
   const ExchangeSetup setup = setup_of(4, "shm");
   const SurvivorRounds rounds(setup, {});
   const Shared<Board> board;
-  // Of one life of rank 2; all but the last end in their second round.
+  // Runs the rounds of one life of rank 2; all lives but the last end in their second round.
   const auto live = [&](Exchange& exchange, int life) {
     const auto seed = static_cast<uint64_t>(10 * life);
     const bool is_mortal = exchange.rank() == 2 && life + 1 < kNumLives;
@@ -114,7 +114,7 @@ TEST_F(ReadmissionTest, ANewProcessTakesThePlaceOfALostRank) {
   }
 }
 
-// Whoever was given up may live on, in the old place of a new process: it hears of it or not.
+// A rank that was given up may live on when a new process has its place: it hears of it or not.
 TEST_F(ReadmissionTest, WhoHasLostItsPlaceToANewProcessChangesNothing) {
   struct Board {
     std::array<char, 2048> invitation = {};
@@ -312,7 +312,7 @@ TEST_F(ReadmissionTest, ARankMayBeLostWhileAnotherComesBack) {
   EXPECT_EQ(spare.status(), 0);
 }
 
-// Who has waited for a rank in vain does not go on alone.
+// A rank that has waited for another in vain does not go on alone.
 TEST_F(ReadmissionTest, EndsOnAllWhenTheTimeOfOneIsUp) {
   const ExchangeSetup setup = setup_of(3, "shm");
   const SurvivorRounds rounds(setup, {});
@@ -426,7 +426,7 @@ TEST_F(ReadmissionTest, ThoseWhoComeBackGoOnWhenAllOthersAreLost) {
     if (!problem.empty()) {
       return verdict(problem);
     }
-    // What is left of it in a readmission, without the part in which it tells.
+    // Rank 0 does its part of a readmission, but dies before it tells how many calls there were.
     letter->send(exchange);
     SharedRoll roll(make_shm_memory(), Group::rejoin(0, exchange.invitation()));
     const Roll::Members members = roll.members();

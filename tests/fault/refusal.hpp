@@ -18,7 +18,7 @@ struct RefusalWorld {
   CaseData good;  // calls: a dispatch, then a combine
 };
 
-// What each rank's call may use.
+// Exchange, plan and arguments for the calls of one rank.
 struct RefusalRank {
   Exchange& exchange;
   int rank;

@@ -34,7 +34,7 @@ class Returns {
   static constexpr int kNumReturns = 16;
   static constexpr std::array<int, 2> kMortal = {1, 2};
 
-  // As a process that sees to it that one comes in the place of a rank.
+  // Sees to it, in a process of its own, that a new process comes in the place of a rank.
   int supervise(int number, int rank) {
     const char* const invitation = letter(number).await();
     for (int attempt = 0; !is_whole(number); ++attempt) {
@@ -50,7 +50,7 @@ class Returns {
         Exchange exchange = shrinking(Group::rejoin(rank, invitation), setup_);
         ::_exit(verdict(live(exchange, number)));
       }
-      // Whoever comes too late shall not be there at the next return.
+      // A process that comes too late must not be there at the next return.
       while (::waitpid(child, nullptr, WNOHANG) == 0) {
         if (is_whole(number) && !board_->is_in[at(number)][at(rank)].load()) {
           ::kill(child, SIGKILL);
@@ -62,7 +62,7 @@ class Returns {
     return 0;
   }
 
-  // As rank 0 or 3.
+  // Runs rank 0 or 3 through all returns. Returns what went wrong, or nothing.
   std::string stay(Exchange& exchange) {
     std::string problem = live(exchange, 0);
     std::optional<ProcessMemory> before;

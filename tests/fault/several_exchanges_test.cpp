@@ -34,7 +34,7 @@ struct TwoExchanges {
   }
 };
 
-// Whoever waits in one exchange answers for its others.
+// A rank that waits in one exchange answers for its others.
 TEST_P(LossWatchTest, RanksThatComeToDifferentExchangesFirstAgreeInBoth) {
   for (int i = 0; i < 4; ++i) {
     const auto statuses = run_forked(4, [](const Group& group) {
@@ -122,7 +122,7 @@ TEST_P(LossWatchTest, AnswersWhileTheRankWaitsInACall) {
   EXPECT_EQ(statuses, (std::vector<int>{0, kKilled, 0}));
 }
 
-// Whoever lets go of an exchange waits for nobody in it.
+// A rank that lets go of an exchange waits for no rank in it.
 TEST_P(LossWatchTest, EndsWhileItAnswers) {
   const auto statuses = run_forked(3, [](const Group& group) {
     TwoExchanges two(group, GetParam());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tests of PeerLoss::kShrink share.
+// Helpers that tests of PeerLoss::kShrink share.
 #pragma once
 
 #include <fmt/format.h>

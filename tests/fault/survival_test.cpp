@@ -205,8 +205,8 @@ TEST_P(SurvivalTest, ACallInTwoPartsTellsOnceOfRanksLostInTheFirst) {
   EXPECT_EQ(statuses, (std::vector<int>{128 + SIGKILL, 0, 0}));
 }
 
-// What is stopped in a call is given up at the deadline, and when it comes back it is told so and
-// changes nothing.
+// A rank that is stopped in a call is given up at the deadline; when it comes back, it is told so
+// and changes nothing.
 TEST_P(SurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
   ExchangeSetup setup = this->setup(3);
   for (int step = 0; step < 3; ++step) {

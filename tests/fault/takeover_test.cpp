@@ -109,7 +109,7 @@ TEST(TakeoverTest, TokensGetWhatExpertsWithACopyMake) {
   }
 }
 
-// Whoever joins again knows no placement, so the others forget theirs until the next plan.
+// A rank that joins again knows no placement, so the others forget theirs until the next plan.
 TEST(TakeoverTest, ARankThatJoinsAgainHearsOfTheSameLostExperts) {
   const ExchangeSetup setup = setup_of(4, "loopback");
   PlanOptions options;

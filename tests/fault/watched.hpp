@@ -24,7 +24,7 @@ namespace weft::test {
 inline constexpr std::chrono::milliseconds kTimeout = std::chrono::seconds(20);
 inline constexpr std::chrono::milliseconds kSoon = std::chrono::seconds(10);  // on a busy machine
 
-// By how ranks hear of each other, see Watched.
+// Tests by how ranks hear of each other, see Watched.
 class LossWatchTest : public testing::TestWithParam<const char*> {};
 
 // A rank whose calls are made up.
@@ -63,7 +63,7 @@ class Watched {
     return watch_->has_news() ? std::nullopt : agreed;
   }
 
-  // What is wrong, if anything, after these were lost; all that are left have called settle().
+  // Returns what is wrong, or nothing, after `lost` (a mask) when all `alive` have called settle().
   [[nodiscard]] std::string problem(
       const std::optional<LossWatch::Agreement>& agreed,
       const std::vector<int>& alive,

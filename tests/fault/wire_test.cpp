@@ -20,7 +20,7 @@ ExchangeSetup world(const std::string& transport) {
   return setup;
 }
 
-// What ends the exchange of each rank when all repeat this case.
+// Returns what ends each rank's exchange when all ranks repeat this case.
 std::vector<Thrown> causes(const ExchangeSetup& setup, const std::string& calls) {
   Case spec;
   spec.num_tokens = {64, 60};
@@ -69,7 +69,8 @@ TEST(LossyWireTest, ReportsACallWordThatNeverCame) {
   }
 }
 
-// Which put is lost first hangs on the seed; most are of the kind that is looked for.
+// Expects an error that starts with `begin` for one of 8 seeds: the seed decides which put is lost
+// first, and most are of the kind that is looked for.
 void expect_loss_is_reported(
     const std::string& options, const std::string& calls, const std::string& begin
 ) {

@@ -12,7 +12,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 namespace weft::fuzz {
 
-// What must hold of every input. Aborts, so that the fuzzer keeps the input.
+// Aborts unless `truth`, which must hold of every input, so that the fuzzer keeps the input.
 inline void require(bool truth, const char* what) {
   if (!truth) {
     std::fprintf(stderr, "fuzz: broken: %s\n", what);

@@ -136,7 +136,7 @@ Counted random_counted(uint64_t seed) {
   return c;
 }
 
-// The same with no routes to experts that only lost ranks have.
+// Returns `c` without routes to experts that only lost ranks have.
 Counted without_lost(const Counted& c) {
   Counted rest = c;
   rest.routes.clear();

@@ -160,7 +160,7 @@ TEST_F(GpuBalancedPlanTest, IsMoreEvenWithinABudget) {
 // A plan and its dispatch in one launch beside the same in as many as a plan by itself takes.
 class GpuBalancedLaunchTest : public GpuTest {
  protected:
-  // What each of them made, by rank.
+  // Expects the same plan, load and rows of both on each rank, one launch exactly if `is_fused`.
   static void expect_the_same(const Balancing& balance, bool is_fused, int64_t num_experts) {
     ExchangeSetup setup = gpu_setup(4, num_gpus());
     setup.num_experts = static_cast<int>(num_experts);

@@ -79,7 +79,7 @@ TEST_F(GpuCopiedCallsTest, EqualTheReferenceForLargerCalls) {
   }
 }
 
-// What does not fit goes as usual; the counter tells.
+// Calls whose rows do not fit go as usual; the counter tells.
 TEST_F(GpuCopiedCallsTest, AreMadeWhereRowsFit) {
   ExchangeSetup setup = gpu_setup(2, num_gpus());
   setup.copy_engines = true;

@@ -6,8 +6,8 @@
 
 namespace weft::test {
 
-// As if the calls up to this number had been made and had raised no signal; while no rank makes
-// one.
+// Sets the exchange's state as if the calls up to this number had been made and had raised no
+// signal. No rank may make a call meanwhile.
 inline void set_epoch(Exchange& exchange, uint64_t epoch) {
   dynamic_cast<CudaExchange&>(Executor::of(exchange)).set_epoch(epoch);
 }

@@ -42,8 +42,8 @@ std::vector<CaseData> routed_cases(const ExchangeSetup& setup, Layout layout, ui
   return cases;
 }
 
-// The same calls in two launches each, with combines by source weights, which return a row for each
-// route; some are received by the next call.
+// Plan and dispatch in one call, split-phase, with combines by source weights, which return a row
+// for each route; some are received by the next call.
 std::vector<CaseData> later_cases(const ExchangeSetup& setup, Layout layout, uint64_t num_cases) {
   std::vector<CaseData> cases;
   for (uint64_t seed = 0; cases.size() < num_cases; ++seed) {

@@ -17,7 +17,7 @@ FaultWorld::FaultWorld(int num_gpus, std::vector<int> domain_of) {
   Case spec;
   spec.num_tokens = {20, 32, 7};
   spec.scale_cols = 4;
-  // In one domain rows go before words have come, which they do not in 32 bits.
+  // Rows of 16 bits go before words have come, but only in one domain; rows of 32 bits never do.
   spec.dtype = setup.domain_of.empty() ? DType::kBFloat16 : DType::kFloat32;
   good = make_case_data(setup, spec);
 }

@@ -21,13 +21,13 @@ struct FaultWorld {
   CaseData good;  // calls: a dispatch, then a combine
 };
 
-// What each rank's call may use and spoil.
+// Exchange, memory and arguments for the calls of one rank, which a test may spoil.
 struct FaultRank {
   FaultRank(Exchange& used, const CaseData& data);
   void make_plan() { plan.emplace(exchange.plan(routing, options)); }
   // Once there is a plan, whose number of rows it takes for a budget.
   void plan_and_dispatch(const CallOptions& call = {});
-  // In two launches.
+  // Makes the first launch of plan_and_dispatch(), split-phase; receive() makes the second.
   void send();
   void receive() { exchange.receive(*plan); }
   // Another content of topk_idx.
@@ -75,7 +75,7 @@ void expect_refusal(
     bool is_known_to_host = true
 );
 
-// As above, of a call that plans: rank 1 has an index below and above what there is.
+// Like expect_refusal(), for a call that plans: rank 1 has an index below and above the range.
 void expect_bad_index_is_refused(int num_gpus, const FaultCall& call);
 
 // Rank 2 does not make the last call that the others make.

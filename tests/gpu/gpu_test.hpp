@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tests of the exchange on GPUs share.
+// Helpers that tests of the exchange on GPUs share.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 
 namespace weft::test {
 
-// Of every wait; a first call of many ranks on one GPU takes some milliseconds.
+// Deadline of every wait; a first call of many ranks on one GPU takes some milliseconds.
 inline constexpr std::chrono::milliseconds kGpuTimeout = std::chrono::seconds(10);
 
 [[nodiscard]] inline int num_gpus() {
@@ -70,7 +70,7 @@ using GpuParamTest = GpuTestOf<testing::TestWithParam<Parameter>>;
   return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
 }
 
-// What a layout cannot have goes.
+// Sets the layout and resets what it cannot have.
 inline void set_layout(Case& spec, Layout layout) {
   spec.layout = layout;
   if (layout == Layout::kRankMajor) {

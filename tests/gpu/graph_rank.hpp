@@ -20,7 +20,7 @@
 
 namespace weft::test {
 
-// What the calls of `work` put into a stream, to be run again and again.
+// CUDA graph of what the calls of `work` put into a stream, to be run again and again.
 class Graph {
  public:
   Graph(const TestStream& stream, const std::function<void()>& work)
@@ -162,7 +162,7 @@ class GraphRank {
     return value;
   }
 
-  // What the device says of the output's shape.
+  // Returns how the output's shape on the device differs from `expected`; empty if it does not.
   [[nodiscard]] std::string shape_difference(const Plan& expected) const {
     const Plan::OnDevice device = plan_->on_device();
     const std::span<const int32_t> placement = expected.placement();

@@ -203,7 +203,7 @@ std::string PlanWorld::difference(const CaseData& data) {
   return {};
 }
 
-// What only kernels read: by the definition, from the reference's routes.
+// Compares what only kernels read with its definition, applied to the reference's routes.
 std::string PlanWorld::internals_difference(const CaseData& data, int rank) {
   const Rank& mine = *ranks_[static_cast<size_t>(rank)];
   const PlanMap& map = mine.call.plan.map;

@@ -25,17 +25,17 @@ class PlanWorld {
   [[nodiscard]] PlanLaunch& launch_of(int rank);
   // Starts the kernel of one rank; all ranks must start before any can end.
   void start(int rank);
-  // The same for the counts of all ranks alone, which are then [num_ranks, num_experts], and for
-  // the second half of that call.
+  // Start only the swap of all ranks' counts, which swapped() then gives as [num_ranks,
+  // num_experts], and the second half of that call; otherwise like start().
   void start_swap(int rank);
   void start_second(int rank);
   [[nodiscard]] std::vector<int32_t> swapped(int rank) const;
   void wait();
 
-  // What the device made of the loaded case: empty if it equals the reference plan in every array,
-  // else the first difference.
+  // Returns the first difference of what the device made of the loaded case from the reference
+  // plan, in any array; empty if none.
   [[nodiscard]] std::string difference(const CaseData& data);
-  // Of one rank, after wait(); kNone if all went well.
+  // Returns the fault of one rank, after wait(); kNone if all went well.
   [[nodiscard]] FaultRecord fault(int rank) const;
 
   // Mean microseconds of a plan of the loaded case, from `count` in a row.

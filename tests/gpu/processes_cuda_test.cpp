@@ -57,7 +57,7 @@ class GpuProcessesTest : public testing::Test {
  protected:
   void SetUp() override {
     set_many_connections();
-    // In another process: one that has used CUDA must not fork ranks that use it.
+    // Another process counts GPUs: one that has used CUDA must not fork ranks that use it.
     const auto count = [](const Group&) { return static_cast<int>(list_gpus().gpus.size()); };
     num_gpus_ = run_forked(1, count)[0];
     if (num_gpus_ == 0) {

@@ -39,8 +39,8 @@ TEST_P(GpuQuantisedRowsTest, AreFp8WithTheirScales) {
   }
 }
 
-// As models of FP8 want them, beside sources and counts: by column with expert_strided. With a plan
-// of before, and with plan and dispatch in one call of few tokens.
+// Scales are as models of FP8 want them, beside sources and counts: by column with expert_strided.
+// They come with a plan made before, and with plan and dispatch in one call of few tokens.
 TEST_P(GpuQuantisedRowsTest, HaveScalesByEveryRule) {
   const bool copies = GetParam();
   for (const Layout layout : {Layout::kExpertMajor, Layout::kExpertStrided}) {
@@ -117,7 +117,7 @@ TEST_P(GpuQuantisedRowsTest, HaveNvfp4ScalesOfPowersOfTwo) {
   ASSERT_EQ(run_on_threads(setup, spec), "");
 }
 
-// In blocks of less than a tile of scales and of more.
+// Blocks have fewer rows than a tile of scales, and more.
 TEST_P(GpuQuantisedRowsTest, HaveScalesByColumnAndInTiles) {
   for (const ScaleLayout layout : {ScaleLayout::kByColumn, ScaleLayout::kInTiles}) {
     for (const Quantise kind : {Quantise::kE4M3, Quantise::kMxfp8, Quantise::kNvfp4}) {

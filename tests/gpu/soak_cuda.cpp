@@ -51,7 +51,7 @@ ExchangeSetup setup_of(uint64_t seed) {
   return setup;
 }
 
-// By as many threads as there are cores.
+// Makes `size` cases with one thread for every two hardware threads.
 Batch make_batch(const ExchangeSetup& setup, uint64_t first_seed, int size) {
   std::vector<std::optional<CaseData>> made(static_cast<size_t>(size));
   std::atomic<size_t> next = 0;

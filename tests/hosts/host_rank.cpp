@@ -43,7 +43,7 @@ struct Orders {
   std::optional<Rendezvous> again = {};
 };
 
-// As long as it lives, the process gets no more memory than so much.
+// Limits the process to `spare_mb` MiB more memory, as long as this lives; negative: no limit.
 class ScopedLimit {
  public:
   explicit ScopedLimit(int spare_mb) {
@@ -83,7 +83,7 @@ ExchangeSetup make_setup(const Orders& orders, const Group& group) {
   return setup;
 }
 
-// The same on every rank, so that each knows what it must get.
+// Makes the same cases on every rank, so that each knows what it must get.
 std::vector<CaseData> make_cases(const Orders& orders, const Group& group) {
   const ExchangeSetup setup = make_setup(orders, group);
   std::vector<CaseData> cases;

@@ -10,8 +10,8 @@ namespace weft {
 struct CpuInside {
   CpuExchange& exchange;
 
-  // As if `num_calls` (an even number) had been made, each of which raised every signal.
-  // Collective.
+  // Collective. Sets all signals as if `num_calls` (an even number) had been made, each of which
+  // raised every signal.
   void begin_after(uint64_t num_calls, const Group& group) const {
     const SignalMap& map = exchange.signals_;
     const int next = (group.rank() + 1) % group.num_ranks();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What goes wrong first, by name. Each in every world and with every layout.
+// Cases that go wrong first, by name, each in every world and with every layout.
 #include <gtest/gtest.h>
 
 #include "multirank/worlds.hpp"

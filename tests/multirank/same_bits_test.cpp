@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What must not change a bit: worker threads, wires and their timing, other ranks' tokens.
+// Worker threads, wires and their timing, and other ranks' tokens must not change a bit.
 #include <gtest/gtest.h>
 
 #include <algorithm>

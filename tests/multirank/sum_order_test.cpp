@@ -113,7 +113,7 @@ INSTANTIATE_TEST_SUITE_P(
     test_name
 );
 
-// What must not depend on where experts live: of all tokens, one behind the other.
+// Results that must not depend on where experts live, of all tokens, one behind the other.
 struct Bits {
   std::vector<uint16_t> x;         // what experts make of the tokens, by weight
   std::vector<uint16_t> gradient;  // of the tokens

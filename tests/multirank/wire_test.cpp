@@ -100,7 +100,7 @@ INSTANTIATE_TEST_SUITE_P(
     test_name
 );
 
-// What one combine of 4 ranks of two experts, two for each token, gives and takes.
+// Inputs and outputs of one combine of 4 ranks of two experts, three for each token.
 class WireCombine {
  public:
   static constexpr int kRanks = 4;
@@ -262,8 +262,8 @@ TEST(WireCallTest, IsTheSameOnAllRanks) {
   );
 }
 
-// What one rank, or one domain, has for a token, in exact numbers, and how far what it sends of it
-// may be from that.
+// Exact values that one rank, or one domain, has for a token, and how far what it sends may be from
+// them.
 struct Part {
   std::vector<double> values = std::vector<double>(WireCombine::kHidden);
   std::vector<double> errors = std::vector<double>(WireCombine::kHidden);
@@ -293,7 +293,7 @@ struct Part {
   }
 };
 
-// What comes of a token, by rank and domain: {sum, bound}.
+// Returns the sum for a token, added by rank and domain, and its bound.
 Part exact_token(
     const WireCombine& run, size_t rank, int64_t token, Wire wire, std::span<const int> domain_of
 ) {

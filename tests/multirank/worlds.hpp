@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the hard cases run: each test program says it for itself (transports of the CPU in
+// Worlds in which the hard cases run: each test program defines its own (transports of the CPU in
 // worlds.cpp, GPUs in tests/gpu/worlds.cpp).
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which micro-batches meet on a rank of a pipeline, and that ranks do not wait in a circle.
+// Checks which micro-batches meet on a rank of a pipeline, and that ranks do not wait in a circle.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

@@ -19,7 +19,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kTimeout{1000};  // of the scheduler's time; ranks have up to four times it
 
-// What a seed decides before anything runs.
+// Choices that a seed makes before anything runs.
 struct Scene {
   ExchangeSetup setup;
   std::vector<std::vector<int>> domains;
@@ -70,7 +70,7 @@ Scene make_scene(uint64_t seed) {
   return scene;
 }
 
-// What came of it on one rank.
+// Outcome of a run on one rank.
 struct RankEnd {
   std::string difference;  // bits that are not the reference's
   std::optional<Thrown> thrown;
@@ -145,7 +145,7 @@ std::string fault_of(const RankEnd& end, bool has_struck) {
   if (!has_struck) {
     return "without a cause: " + end.thrown->text;
   }
-  // What stands in brackets behind is who says it.
+  // The brackets at the end name the rank that says it, which does not count.
   const bool names_a_rank =
       end.thrown->text.rfind("rank ", end.thrown->text.rfind(" [")) != std::string::npos;
   const bool is_expected = end.thrown->is_timeout || end.thrown->is_peer_error;

@@ -17,7 +17,7 @@ struct ScheduledRun {
   bool operator==(const ScheduledRun&) const = default;
 };
 
-// The same seed gives the same run.
+// Makes the run of a seed; the same seed gives the same run.
 [[nodiscard]] ScheduledRun run_schedule(uint64_t seed, Planted planted = Planted::kNothing);
 
 }  // namespace weft::test

@@ -182,7 +182,7 @@ void Scheduler::arrive(size_t index) {
       inner.put(arrived.to, {&put, 1});
     }
   } catch (const Error& error) {
-    // Who has ended after a failure has let go of its memory.
+    // A rank that has ended after a failure has let go of its memory.
     if (!has_struck_ && failure_.empty()) {
       failure_ = error.what();
     }

@@ -18,7 +18,7 @@
 
 namespace weft::test {
 
-// What goes wrong in a run, beside the order of things.
+// Fault of one rank in a run, beside the order of things.
 struct Misfortune {
   int victim = -1;                    // -1: nothing
   int64_t at_step = 0;                // of the victim's puts, raises and waits
@@ -60,12 +60,12 @@ class Scheduler {
   // All that the rank has sent arrives now.
   void flush(int rank);
 
-  // What no run may do; empty: nothing of the kind.
+  // Returns what happened that must not happen in any run; empty if nothing.
   [[nodiscard]] const std::string& failure() const { return failure_; }
-  // Of all decisions, in order.
+  // Returns a hash of all decisions, in order.
   [[nodiscard]] uint64_t trace() const { return trace_; }
   [[nodiscard]] std::chrono::nanoseconds time() const { return time_; }
-  // Whether the misfortune has come about.
+  // Returns whether the misfortune has come about.
   [[nodiscard]] bool has_struck() const { return has_struck_; }
 
  private:

@@ -34,7 +34,7 @@ struct Wanted {
   StormLimits limits;
 };
 
-// What the jobs have done, by kind.
+// Totals of what the jobs have done, by kind.
 struct Tally {
   std::atomic<int64_t> begun = 0;
   std::atomic<int64_t> storms = 0;

@@ -55,7 +55,7 @@ Matrix index_matrix(const RouteTable& table, DType dtype, Index num_experts) {
   return matrix;
 }
 
-// The same choices as a map; the table is what the plan makes of it: set experts, ascending.
+// Returns the choices as a map; `table` becomes what the plan makes of it: set experts, ascending.
 RankRouting routing_by_map(const ExchangeSetup& setup, RouteTable& table) {
   RankRouting routing;
   const auto experts = static_cast<size_t>(setup.num_experts);
@@ -121,7 +121,7 @@ RankRouting make_routing(const ExchangeSetup& setup, const Case& spec, RouteTabl
   return routing;
 }
 
-// What becomes of routes to experts that only lost ranks have.
+// Drops the routes to experts that only lost ranks have.
 void drop_lost(const ExchangeSetup& setup, const Case& spec, RouteTable& table) {
   const PhysicalExperts shape = {setup.num_ranks, setup.num_experts, spec.balance.replicas};
   drop_routes_to(experts_without_copy(shape, spec.balance.placement, spec.lost), table);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every rank brings to a case and what it must get, by the reference plan and exchange. Made
-// once for all ranks; ranks only read it.
+// Inputs of every rank to a case and the results it must get, by the reference plan and exchange.
+// They are made once for all ranks; ranks only read them.
 #pragma once
 
 #include <vector>

@@ -15,12 +15,12 @@ class CaseMemory {
  public:
   explicit CaseMemory(Exchange& exchange);
 
-  // Where a matrix lies, and what came back.
+  // Place of a matrix, and what came back.
   class Placed {
    public:
-    // As an exchange wants it; of no use before upload().
+    // Tensor as an exchange wants it; of no use before upload().
     [[nodiscard]] const Tensor& tensor() const { return tensor_; }
-    // After download().
+    // Content that came back, after download().
     [[nodiscard]] const Matrix& result() const { return host_; }
 
    private:

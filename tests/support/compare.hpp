@@ -15,7 +15,7 @@ namespace weft::test {
     std::string_view what, const ConstTensor& actual, const ConstTensor& expected
 );
 
-// The same where any NaN stands for any other: sums of a GPU and a CPU agree in every other bit.
+// Like first_difference(), but any NaN equals any other: GPU and CPU sums agree in all other bits.
 [[nodiscard]] std::string first_difference_but_nan(
     std::string_view what, const ConstTensor& actual, const ConstTensor& expected
 );

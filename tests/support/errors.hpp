@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an action throws, as text that a test can compare.
+// Text of what an action throws, which a test can compare.
 #pragma once
 
 #include <functional>

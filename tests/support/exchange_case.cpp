@@ -201,7 +201,7 @@ Case balanced_case(const ExchangeSetup& setup, uint64_t seed) {
   spec.balance.replica_rows = pick(random, std::array<int64_t, 4>{0, 0, 2, 20});
   const PhysicalExperts shape = {setup.num_ranks, setup.num_experts, replicas};
   for (int rank = 0; seed % 2 == 0 && rank < setup.num_ranks; ++rank) {
-    // Those of the next rank, the first place empty.
+    // Replicas are of the next rank's experts; the first place is empty.
     for (int replica = 0; replica < replicas; ++replica) {
       const int expert = (rank + 1) % setup.num_ranks * shape.num_local() + replica;
       const bool is_one = replica > 0 && replica < shape.num_local() && setup.num_ranks > 1;

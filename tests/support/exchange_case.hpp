@@ -12,7 +12,7 @@
 
 namespace weft::test {
 
-// What all cases of one exchange have in common.
+// Settings that all cases of one exchange have in common.
 struct ExchangeSetup {
   int num_ranks = 2;
   std::string transport = "loopback";
@@ -88,7 +88,7 @@ struct Case {
   int64_t byte_cols = 48;  // of a dispatch of kByte
   bool has_weights = true;
   int64_t scale_cols = 0;  // bytes
-  // Of dispatches of bf16 rows of whole groups, which then have no scales of their own.
+  // Format of dispatches of bf16 rows of whole groups, which then have no scales of their own.
   Quantise quantise = Quantise::kNone;
   ScaleRule scale_rule = ScaleRule::kExact;
   float global_scale = 0;  // of NVFP4; 0: not given
@@ -99,7 +99,7 @@ struct Case {
   OutputMemory output = OutputMemory::kDirect;
   CombineScale scale = CombineScale::kNone;
   bool skips_source_weights = false;  // not between domains of GPUs
-  // Of combines of bf16 rows of whole groups, with order rank.
+  // Format of combines of bf16 rows of whole groups, with order rank.
   Wire wire = Wire::kNone;
   bool receives_later = false;  // what can be sent first is, and is then received, or by the
                                 // next call
@@ -110,13 +110,13 @@ struct Case {
 // The case in one line, seed included.
 [[nodiscard]] std::string describe(const ExchangeSetup& setup, const Case& spec);
 
-// What its dispatches make of their rows.
+// Returns the format to which the case's dispatches quantise; kNone if its rows do not fit it.
 [[nodiscard]] Quantise quantise_of(const ExchangeSetup& setup, const Case& spec);
 
-// How what its combines add up travels.
+// Returns the format in which the case's combines send what they add up; kNone if it does not fit.
 [[nodiscard]] Wire wire_of(const ExchangeSetup& setup, const Case& spec);
 
-// Whether all of it can be asked for at once; a random case is made so.
+// Returns a random case, whose options can all be asked for at once.
 [[nodiscard]] Case random_case(const ExchangeSetup& setup, uint64_t seed);
 // One with replicas of experts, half of them where the caller says.
 [[nodiscard]] Case balanced_case(const ExchangeSetup& setup, uint64_t seed);

@@ -57,7 +57,7 @@ namespace weft::test {
   return static_cast<uint8_t>((std::signbit(value) ? 0x80U : 0U) | best);
 }
 
-// The same of E2M1, whose sign is the bit above the three of its number.
+// Numbers of E2M1 by the three bits of their code; the sign is the bit above.
 inline constexpr std::array<float, 8> kFp4Numbers = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};
 
 [[nodiscard]] inline uint8_t nearest_fp4(float value) {

@@ -6,7 +6,7 @@
 namespace weft::test {
 
 void set_many_connections() {
-  // By default a GPU has 8 queues for all streams, and streams that share one may wait for each
+  // A GPU has 8 queues for all streams by default, and streams that share one may wait for each
   // other.
   static_cast<void>(::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0));
 }

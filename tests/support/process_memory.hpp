@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the system holds for this process.
+// Memory and descriptors that the system holds for this process.
 #pragma once
 
 #include <cstdint>

@@ -11,12 +11,12 @@
 
 namespace weft::test {
 
-// As Topology::domains.
+// Returns the setup's domains, in the form of Topology::domains.
 [[nodiscard]] std::vector<std::vector<int>> domains_of(const ExchangeSetup& setup);
 
 // Collective. An exchange as the setup wants it, in domains that the group need not have.
 [[nodiscard]] Exchange make_exchange(const Group& group, const ExchangeSetup& setup);
-// The same, by a config that need not be the setup's.
+// Like the one above, by a config that need not be the setup's.
 [[nodiscard]] Exchange make_exchange(
     const Group& group, const ExchangeSetup& setup, const ExchangeConfig& config
 );
@@ -30,10 +30,10 @@ namespace weft::test {
     Exchange& exchange, std::span<const CaseData> cases, const Group* group = nullptr
 );
 
-// The same with an exchange of their own on one thread per rank; what any rank has to say. What a
-// rank throws becomes text, too.
+// Calls run_cases() on one thread per rank, with an exchange made for the cases. Returns what any
+// rank has to say; what a rank throws becomes text, too.
 [[nodiscard]] std::string run_cases_on_threads(std::span<const CaseData> cases);
-// The same on one process per rank. The text goes to stderr; the exit statuses are returned.
+// Does the same on one process per rank; writes the text to stderr, returns the exit statuses.
 [[nodiscard]] std::vector<int> run_cases_on_processes(std::span<const CaseData> cases);
 
 [[nodiscard]] std::string run_on_threads(const ExchangeSetup& setup, const Case& spec);

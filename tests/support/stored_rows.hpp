@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch stores of bf16 rows, by the rules in the words of include/weft/calls.hpp, slowly
-// and sharing nothing with the code under test but the sizes of groups.
+// Rows that dispatch stores for bf16 rows, by the rules in the words of include/weft/calls.hpp,
+// slowly and sharing nothing with the code under test but the sizes of groups.
 #pragma once
 
 #include <algorithm>

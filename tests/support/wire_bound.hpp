@@ -10,7 +10,7 @@
 
 namespace weft::test {
 
-// Of a group's magnitudes; `least`: of those that are not zero.
+// Range of a group's magnitudes; `least` is that of those that are not zero.
 struct GroupRange {
   double least = 0;
   double largest = 0;

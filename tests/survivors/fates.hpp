@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a storm has in store for its ranks, by its seed.
+// Fates of the ranks of a storm, by its seed.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@ inline constexpr int kMostRanks = 8;
 enum class End : uint8_t { kNone, kKilled, kStopped, kLeft, kMasked };
 enum class When : uint8_t { kTime, kStep, kLoss };
 
-// What becomes of a rank.
+// End that a rank comes to, and when.
 struct Fate {
   End end = End::kNone;
   When when = When::kTime;
@@ -30,7 +30,7 @@ struct Storm {
   ExchangeSetup setup;
   Case spec;
   int num_returns = 0;  // how often those that are lost are called back
-  // By return, then rank: of a process that came with that return, with 0 at first.
+  // Fates by return, then rank, of the processes that come with that return; 0: at first.
   std::vector<std::vector<Fate>> fates;
   int last = 0;  // the rank that is left
   std::chrono::seconds bound = std::chrono::seconds(120);
@@ -38,8 +38,7 @@ struct Storm {
 
 [[nodiscard]] Storm make_storm(uint64_t seed, const StormLimits& limits);
 
-// Of the round that has ended: whether all that are lost are called back now. The same on all
-// ranks.
+// Returns whether all that are lost are called back now, after `round`; the same on every rank.
 [[nodiscard]] bool calls_back(const Storm& storm, uint64_t round);
 
 }  // namespace weft::test

@@ -33,10 +33,10 @@ struct GpuDeaths {
   std::vector<int> domain_of = {};
 };
 
-// What has become of all processes of one group.
+// Outcome of all processes of one group.
 struct GroupOfDeaths {
   std::vector<double> ms;  // by death: from it until the last of the others has heard of it
-  // By death: from the new process's rejoin until all ranks have made calls with it.
+  // Time from a new process's rejoin until all ranks have made calls with it, by death.
   std::vector<double> return_ms;
   int num_wrong = 0;
   int num_hung = 0;

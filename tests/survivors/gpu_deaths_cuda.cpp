@@ -58,7 +58,7 @@ ExchangeSetup setup_of(const GpuDeaths& deaths) {
   return setup;
 }
 
-// Of two experts a rank: the first of the next rank, and the second of the one after it.
+// Returns replicas for two experts a rank: the next rank's first, and the second of the one after.
 std::vector<int32_t> copies_of_neighbours(int num_ranks) {
   std::vector<int32_t> placement;
   for (int rank = 0; rank < num_ranks; ++rank) {
@@ -82,7 +82,7 @@ Balancing balancing_of(const GpuDeaths& deaths) {
   return balancing;
 }
 
-// Of calls that all ranks make.
+// Returns the case of calls that all ranks make.
 Case spec_of(const GpuDeaths& deaths) {
   RandomSource random(deaths.seed + 1);
   constexpr Layout kLayouts[] = {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided};
@@ -105,7 +105,7 @@ Case spec_of(const GpuDeaths& deaths) {
   return spec;
 }
 
-// Who dies, and the cases of a group by who is lost.
+// Ranks that die, and the cases of a group by who is lost.
 class Fates {
  public:
   explicit Fates(const GpuDeaths& deaths) : setup_(setup_of(deaths)), spec_(spec_of(deaths)) {
@@ -148,7 +148,7 @@ class Fates {
   std::map<std::vector<int>, CaseData> cases_;
 };
 
-// By the number of the death, from 0: nanoseconds of the clock, 0 for none.
+// Times of one death and of the return after it, in nanoseconds of the clock; 0 for none.
 struct Death {
   std::atomic<int64_t> death = 0;
   std::array<std::atomic<int64_t>, kMostDyingRanks> heard = {};  // by rank
@@ -224,11 +224,11 @@ class Life {
   // `death` has gone before.
   Life(const GpuDeaths& deaths, Deaths& times, std::optional<size_t> death)
       : deaths_(deaths), times_(times), fates_(deaths), next_(death ? *death + 1 : 0) {
-    // What it has captured it has called before, while the others replayed what they had.
+    // The new process has called what it captured, while the others replayed what they had.
     num_rounds_ = death && deaths.is_replayed && do_graphs_last(deaths) ? 1 : 0;
   }
 
-  // What is wrong, or nothing. `are_all_there` is called once the rank is one of them.
+  // Returns what is wrong, or nothing. `are_all_there` is called once the rank is one of them.
   [[nodiscard]] std::string run(const Group& group, const std::function<void()>& are_all_there) {
     rank_ = group.rank();
     ExchangeConfig config = fates_.setup().config(rank_);
@@ -273,7 +273,7 @@ class Life {
   [[nodiscard]] size_t at() const { return static_cast<size_t>(rank_); }
   [[nodiscard]] bool comes_back() const { return deaths_.num_returns > 0; }
 
-  // Where a new process comes back: once it has begun to make rounds, too.
+  // Kills this process soon; where new processes come back, once it has begun to make rounds, too.
   void die_once() {
     if (is_dying_ || (comes_back() && num_rounds_ < 2)) {
       return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What processes of a test tell each other: a value in memory that all children of a fork share.
+// Shared memory by which processes of a test talk: a value that all children of a fork share.
 #pragma once
 
 #include <new>

@@ -20,7 +20,7 @@
 
 namespace weft::test {
 
-// In memory that processes share: by this a rank that is left calls a new process.
+// Invitation in memory that processes share: a rank that is left calls a new process with it.
 class Letter {
  public:
   void send(const Exchange& exchange) { send(exchange.invitation()); }

@@ -29,14 +29,14 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// What the processes of a storm tell each other.
+// Shared memory by which the processes of a storm talk.
 struct Board {
   using Numbers = std::array<std::atomic<int>, kMostRanks>;  // by rank
   Numbers pid = {};
   Numbers came = {};    // the return with which the rank's process was started, 0: none
   Numbers is_in = {};   // that process is a rank
   Numbers wanted = {};  // the return with which one shall come in its place; 0: none
-  // Of the last return: its number, and the round from which all go on.
+  // Last return: its number, and the round from which all go on.
   std::atomic<int> number = 0;
   std::atomic<uint64_t> round = 0;
   std::array<char, 2048> invitation = {};
@@ -76,7 +76,7 @@ class StormRank {
     ::alarm(static_cast<unsigned>(storm.bound.count()));
   }
 
-  // What went wrong; nothing if all is right.
+  // Runs the rank. Returns what went wrong; empty if all is right.
   std::string run(const Group& group) {
     try {
       begin(group);
@@ -186,7 +186,7 @@ class StormRank {
     if (fate_.end == End::kNone || fate_.end == End::kMasked || fate_.end == End::kLeft) {
       return;
     }
-    // Who waits for a loss that does not come is lost all the same.
+    // A rank whose call or loss does not come is lost all the same, 2 s late.
     const auto after = fate_.when == When::kTime ? fate_.time : fate_.time + 2s;
     std::thread([this, after] {
       std::this_thread::sleep_for(after);

@@ -51,7 +51,7 @@ Matrix weights_of(const RouteTable& table) {
   return matrix;
 }
 
-// Of a round's rows, which are in one of two places.
+// Returns a round's rows, which are in one of two places.
 Tensor rows_of(const SurvivorRounds::Round& round) {
   const Tensor& direct = round.buffer.tensor();
   return direct.is_given() ? direct : const_cast<Matrix&>(round.rows).view();
@@ -151,7 +151,7 @@ SurvivorRounds::Outputs SurvivorRounds::expected(
     combined.push_back({.rows = std::as_const(held[r]).view()});
     sums.push_back({.x = out[r].x.view()});
   }
-  // By a plan of other members nothing is forwarded any more, as in one domain.
+  // A plan of other members forwards nothing any more, as in one domain.
   const bool is_one_domain = alive.combine != alive.plan;
   reference_combine(
       plans, combined, sums, is_one_domain ? std::span<const int>() : setup_.domain_of

@@ -17,7 +17,7 @@
 
 namespace weft::test {
 
-// Who was alive when each call of a round ended.
+// Ranks that were alive when each call of a round ended.
 struct RoundReport {
   std::vector<int> plan;
   std::vector<int> dispatch;
@@ -28,7 +28,7 @@ class SurvivorRounds {
  public:
   SurvivorRounds(const ExchangeSetup& setup, const Case& spec) : setup_(setup), spec_(spec) {}
 
-  // What the calls of a round have come to on this rank.
+  // Results of a round's calls on this rank.
   struct Round {
     uint64_t seed = 0;
     RoundReport alive;
@@ -46,9 +46,9 @@ class SurvivorRounds {
   [[nodiscard]] Round call(
       Exchange& exchange, uint64_t seed, const std::function<void(int call)>& at = [](int) {}
   ) const;
-  // What differs from the reference, nothing if all is right.
+  // Returns what differs from the reference; empty if all is right.
   [[nodiscard]] std::string problem_of(const Round& round, int rank) const;
-  // Both.
+  // Makes a round and returns its problem_of().
   [[nodiscard]] std::string run(
       Exchange& exchange, uint64_t seed, const std::function<void(int call)>& at = [](int) {}
   ) const;
@@ -62,7 +62,7 @@ class SurvivorRounds {
       const std::vector<Plan>& plans, Inputs in, const RoundReport& alive, size_t rank
   ) const;
   [[nodiscard]] PlanOptions options() const;
-  // Whether one of these ranks has the expert, or a replica by the case's placement.
+  // Returns whether one of these ranks has the expert, or a replica by the case's placement.
   [[nodiscard]] bool has_copy(int32_t expert, const std::vector<int>& alive) const;
 
   ExchangeSetup setup_;

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What goes wrong between domains of GPUs: ranks 0 and 1 share a domain, rank 2 is in another.
-// Every rank hears the cause, whichever side of the network it is on, and goes on where nothing was
-// lost.
+// Faults between domains of GPUs: ranks 0 and 1 share a domain, rank 2 is in another. Every rank
+// hears the cause, whichever side of the network it is on, and goes on where nothing was lost.
 #include <fmt/format.h>
 
 #include <cuda_runtime_api.h>
@@ -103,7 +102,7 @@ TEST_F(GpuDomainsFaultTest, RefusesToBeCaptured) {
   }
 }
 
-// What ranks that did not fail themselves throw when one of them does something else than call.
+// Returns, by rank, what the others throw when rank `who` does `instead` in place of a call.
 std::vector<Thrown> without_rank(int who, const std::function<void(Exchange&)>& instead) {
   FaultWorld world(num_gpus(), {0, 0, 1});
   world.setup.timeout = 1s;

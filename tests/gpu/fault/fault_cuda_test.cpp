@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What goes wrong between GPUs: an error with the cause on every rank, no hang, and an exchange
-// that goes on where nothing was lost.
+// Faults between GPUs: an error with the cause on every rank, no hang, and an exchange that goes on
+// where nothing was lost.
 #include <fmt/format.h>
 
 #include <cuda_runtime_api.h>
@@ -421,7 +421,7 @@ TEST_P(GpuFaultTest, CountsCallsWaitsAndMemory) {
 
 class GpuStreamTest : public GpuTest {};
 
-// To make streams may wait for the kernels that run, and those may wait for this rank.
+// Making streams may wait for the kernels that run, and those may wait for this rank.
 TEST_F(GpuStreamTest, AreThereWhileAPeerWaits) {
   FaultWorld world(1);
   world.setup.timeout = 3s;
@@ -454,7 +454,7 @@ TEST_F(GpuStreamTest, AreThereWhileAPeerWaits) {
 
 class GpuBarrierTest : public GpuTest {};
 
-// What would be a defect, rows that never come to shared memory, ends at a deadline as well.
+// A wait for rows that never come to shared memory, a defect, ends at a deadline as well.
 TEST_F(GpuBarrierTest, EndsAWaitInSharedMemory) {
   if (movers_here().size() < 2) {
     GTEST_SKIP() << "no bulk copies here";

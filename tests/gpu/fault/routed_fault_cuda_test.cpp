@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What goes wrong in a call that plans and dispatches, whose rows are on their way before anybody
-// knows of it.
+// Faults in a call that plans and dispatches, whose rows are on their way before any rank knows of
+// the fault.
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -110,7 +110,7 @@ TEST_F(GpuRoutedFaultTest, CountsWhatARefusedPlanLeavesToOthers) {
       own.routing.topk_idx.rows = 33;  // more than max_tokens
     });
   }
-  // What one launch may leave open.
+  // One launch may leave the number of rows open; the two calls of copy engines may not.
   expect_refusal_in_a_stream(num_gpus(), /*copy_engines=*/true, [](FaultRank& own) {
     own.options.row_budget.reset();
   });

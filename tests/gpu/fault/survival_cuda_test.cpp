@@ -46,7 +46,7 @@ CaseData case_without(const ExchangeSetup& setup, const std::vector<int>& lost) 
   return make_case_data(setup, spec);
 }
 
-// Of a rank that makes a call when the others have given it up: 0 if it is told so.
+// Returns 0 if a rank that makes a call when the others have given it up is told so, else 1.
 int status_of_given_up(Exchange& exchange, const CaseData& data) {
   const auto heard = thrown_by([&] { static_cast<void>(run_cases(exchange, {&data, 1})); });
   const bool is_told =
@@ -57,7 +57,7 @@ int status_of_given_up(Exchange& exchange, const CaseData& data) {
   return is_told ? 0 : 1;
 }
 
-// What the tests of both share.
+// Fixture of the tests with a parameter and of those without.
 template <class Base>
 class SurvivalOf : public Base {
  protected:
@@ -154,7 +154,7 @@ class SurvivalOf : public Base {
   std::vector<int> domain_of_ = {};  // empty: one
 };
 
-// By the domain of each rank.
+// Tests whose parameter is the domain of each rank.
 class GpuSurvivalTest : public SurvivalOf<testing::TestWithParam<std::vector<int>>> {
  protected:
   void SetUp() override {
@@ -173,7 +173,7 @@ INSTANTIATE_TEST_SUITE_P(
     }
 );
 
-// What only GPUs of one host can, or are told.
+// Tests of what only GPUs of one host can do, or are told.
 class GpuHostSurvivalTest : public SurvivalOf<testing::Test> {};
 
 // Four ranks in domains of other sizes.
@@ -238,7 +238,7 @@ TEST_F(GpuDomainsSurvivalTest, NewProcessesTakeThePlacesOfThoseThatAreKilled) {
   }
 }
 
-// By VMM its memory appears at the old addresses; by CUDA IPC graphs are captured again.
+// A new process's memory is at the old addresses by VMM; by CUDA IPC graphs are captured again.
 TEST_F(GpuHostSurvivalTest, ReplayedGraphsGoOnWithNewProcesses) {
   for (const char* const transport : {"vmm", "ipc"}) {
     const GroupOfDeaths group = run_deaths(

@@ -27,7 +27,7 @@ Work throwing(const char* text) {
   return [=](const LaneContext&) { throw std::runtime_error(text); };
 }
 
-// What the run throws; "nothing" if it does not.
+// Returns the text that the run throws; "nothing" if it throws nothing.
 std::string failure_of(const Schedule& schedule) {
   try {
     run_on_threads(schedule);

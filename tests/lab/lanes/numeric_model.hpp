@@ -36,9 +36,9 @@ class NumericModel {
   explicit NumericModel(const NumericOptions& options);
 
   [[nodiscard]] ChunkNodes nodes(int micro_batch);
-  // By micro-batch.
+  // Losses by micro-batch.
   [[nodiscard]] const Row& losses() const { return losses_; }
-  // Of all weights, summed over the micro-batches.
+  // Returns the gradients of all weights, summed over the micro-batches.
   [[nodiscard]] Row gradients() const;
   [[nodiscard]] int num_live_cells() const;
 
@@ -47,7 +47,7 @@ class NumericModel {
     Row value;
     Row gradient;
   };
-  // Of one node.
+  // Cells of one node.
   struct Cells {
     Cell input;
     Cell saved;

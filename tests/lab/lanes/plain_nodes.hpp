@@ -18,7 +18,7 @@ struct PlainChunk {
 
 [[nodiscard]] ChunkNodes plain_nodes(const PlainChunk& chunk);
 
-// In the order of issue; the second gives those of one lane.
+// Return the steps' names in the order of issue; the second, only those of one lane.
 [[nodiscard]] std::vector<std::string> step_names(const Schedule& schedule);
 [[nodiscard]] std::vector<std::string> step_names(const Schedule& schedule, Lane lane);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What waits for what.
+// Checks which step waits for which.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -13,7 +13,7 @@ namespace {
 // reaches[a][b]: step a has ended before step b begins, whatever the lanes' speed.
 using Reach = std::vector<std::vector<bool>>;
 
-// By transitive closure.
+// Returns the order by transitive closure.
 Reach order_of(const Schedule& steps) {
   Reach reaches(steps.size(), std::vector<bool>(steps.size(), false));
   std::array<int, kNumLanes> last = {-1, -1};

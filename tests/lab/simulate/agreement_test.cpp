@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// What the simulator has to agree with.
+// Parts of an exchange that the simulator has to agree with.
 struct CpuInside {
   const CpuExchange& exchange;
   [[nodiscard]] const SignalMap& signals() const { return exchange.signals_; }

@@ -52,7 +52,7 @@ TEST(SimulatedMemoryTest, GpusOfADomainKnowTheirOwnAndPlanInRounds) {
 
 TEST(SimulatedMemoryTest, GpusKeepRoomForAllThatMayCross) {
   const Memory::Gpu gpu = reserved(32).gpu;
-  // To 7 domains or from 7 sources: rows, weights and small scale rows of every token.
+  // Room for rows, weights and small scale rows of every token, to 7 domains or from 7 sources.
   const CallRoom room = room_of_calls(
       {.num_others = 7,
        .num_forwarded = 7,

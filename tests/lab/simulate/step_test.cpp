@@ -27,7 +27,7 @@ std::vector<RouteTable> all_to(const Scenario& scenario, int32_t expert) {
   return routes;
 }
 
-// As many operations a row as make a microsecond.
+// Returns a shape in which the products of a row take a microsecond forward.
 StepShape plain_shape() {
   StepShape shape;
   shape.replicas = 1;

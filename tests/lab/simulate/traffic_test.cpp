@@ -97,7 +97,7 @@ TEST_P(TrafficTest, CountsWhatAWalkOverAllRowsCounts) {
   }
 }
 
-// What is sent is received, on each kind of link; signals are raised once for each row.
+// Rows that are sent are received, on each kind of link; signals are raised once for each row.
 TEST_P(TrafficTest, LosesAndInventsNothing) {
   Scenario scenario = small_scenario();
   scenario.is_flat = GetParam();

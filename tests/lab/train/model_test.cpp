@@ -82,7 +82,7 @@ class Rig {
     BatchSource(text_, config_.window, 3).draw(0, tokens_, batch_);
   }
 
-  // Of the global batch, the same on every rank.
+  // Returns the loss of the global batch, the same on every rank.
   double loss() {
     const LossShare share = model_.forward_backward({&batch_, 1});
     const double balance = share.balance * config_.num_blocks;
@@ -180,7 +180,7 @@ class Rig {
   }
 
  private:
-  // Of this rank's tokens in all blocks.
+  // Returns the choices of this rank's tokens in all blocks.
   [[nodiscard]] std::vector<int32_t> routing() {
     std::vector<int32_t> all;
     for (int block = 0; block < config_.num_blocks; ++block) {

@@ -25,7 +25,7 @@ struct StepResult {
   }
 };
 
-// By rank. Runs the step `num_times` in one model, so that what a step leaves behind would show.
+// Runs the step `num_times` in one model, to show what a step leaves behind. Results are by rank.
 std::vector<StepResult> run_step(int num_ranks, const StepOptions& options, int num_times = 2) {
   std::vector<StepResult> results(static_cast<size_t>(num_ranks));
   run_threads(num_ranks, [&](Group& group) {
@@ -93,7 +93,7 @@ TEST(OverlappedTrainingTest, HasTheLossesAndParametersOfTheSequentialOne) {
   }
 }
 
-// The same tokens and sums in another order: only rounding differs.
+// Both runs have the same tokens and sums in another order: only rounding differs.
 TEST(OverlappedTrainingTest, FollowsTheRunThatIsNotCut) {
   const TrainingRun whole = train(2, small_config(), 10);
   const TrainingRun cut = train(2, config_of(4, kDelayed), 10);
@@ -124,7 +124,7 @@ TEST(OverlappedTrainingTest, ReportsLanesAndPhases) {
     }
     EXPECT_EQ(num_spans[1], 24);
     EXPECT_GE(num_spans[0], 3 * (2 + 2 + 2 * 5));  // ends of the chunk, and five nodes of a block
-    // What phases count lies in the spans of their lane; the rest of the step in none.
+    // Times that phases count lie in the spans of their lane; the rest of the step lies in none.
     const overlap::LaneTimes times = overlap::lane_times(report.trace);
     const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / 1e9; };
     const auto of = [&](Phase phase) { return report.phase_seconds[static_cast<size_t>(phase)]; };

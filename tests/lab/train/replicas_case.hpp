@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What replicas must do with weights and gradients.
+// Checks of what replicas must do with weights and gradients.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -119,7 +119,7 @@ class ReplicasCase {
     });
   }
 
-  // Of this rank: they have the weights, and no gradients until these are added.
+  // Checks that this rank's replicas have the weights, and adds gradients, of which they had none.
   void check_and_use_places(int rank) {
     const auto places = replicas_.places();
     for (size_t i = 0; i < places.size(); ++i) {

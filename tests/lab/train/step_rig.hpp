@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank needs for the forward and backward of a step, without a trainer.
+// Everything that a rank needs for the forward and backward of a step, without a trainer.
 #pragma once
 
 #include <algorithm>
@@ -62,7 +62,7 @@ class StepRig {
         {values_, std::span(grads_).first(layout_.num_replicated), layout_.num_replicated},
         {expert_values_, expert_grads_}};
   }
-  // Of the replicated parameters by shard, then of this rank's experts.
+  // Returns the gradients of the replicated parameters by shard, then those of this rank's experts.
   [[nodiscard]] std::vector<float> grads() const {
     std::vector<float> all = grads_;
     all.insert(all.end(), expert_grads_.begin(), expert_grads_.end());

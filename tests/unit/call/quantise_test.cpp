@@ -22,7 +22,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 const float kNaN = std::nanf("");  // NOLINT(cert-err58-cpp): it throws nothing
 
-// By magnitude, infinity and a NaN last.
+// Returns the magnitude of these bits; bits count up by magnitude, infinity and a NaN last.
 float magnitude(uint32_t bf16) {
   return bf16_to_float(static_cast<uint16_t>(bf16));
 }
@@ -180,7 +180,7 @@ TEST(Nvfp4Test, ScalesGroupsByPowersOfTwo) {
   EXPECT_EQ(stored(kNaN), 255);
   EXPECT_EQ(nvfp4_scale(3.25F, 2, ScaleRule::kUe8m0).factor, 1.0F);
   EXPECT_EQ(nvfp4_scale(0, 448, ScaleRule::kUe8m0).factor, 0.0F);
-  // Of numbers as small as there are, a zero among them stays one.
+  // A zero among numbers as small as there are stays one.
   const BlockScale least = nvfp4_scale(0x1p-133F, 448, ScaleRule::kUe8m0);
   EXPECT_EQ(least.stored, 1);
   EXPECT_EQ(float_to_fp4(0 * least.factor), 0);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kPeer = 5;
 
-// What is told of two calls that differ; empty if they are the same.
+// Returns what is told of two calls that differ; empty if they are the same.
 std::string difference(const Call& mine, const Call& theirs) {
   const Signature a = signature_of(mine);
   const Signature b = signature_of(theirs);

@@ -35,7 +35,7 @@ struct Format {
   [[nodiscard]] int bias() const { return (1 << (exponent_bits - 1)) - 1; }
   [[nodiscard]] int top_exponent() const { return (1 << exponent_bits) - 1; }
 
-  // Of a pattern without sign; NaN patterns are not asked for.
+  // Returns the value of a pattern without sign, which is not that of a NaN.
   [[nodiscard]] double value(int pattern) const {
     const int exponent = pattern >> mantissa_bits;
     const int mantissa = pattern & ((1 << mantissa_bits) - 1);

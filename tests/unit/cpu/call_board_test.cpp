@@ -43,7 +43,7 @@ class BoardRank {
 
   CallBoard& board() { return *board_; }
 
-  // To each rank r: tokens = 1000 * own rank + r, and the call number as payload.
+  // Swaps words: each rank r gets tokens = 1000 * own rank + r, and the call number as payload.
   std::vector<CallWord> swap(Op op, int64_t field) {
     CallWord word;
     word.call = board_->next_call();

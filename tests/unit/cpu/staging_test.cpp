@@ -11,7 +11,7 @@
 namespace weft::test {
 namespace {
 
-// What a peer may write, by its offset of each kind.
+// Returns the bytes that a peer may write, from its offset of each kind.
 std::vector<ByteSpan> spans_of(
     const Staging& staging,
     const StagedRowBytes& bytes,

@@ -26,8 +26,8 @@ TEST(DeviceControlTest, SaysHowManySignalsAreNeededWhere32BitsDoNotSuffice) {
   EXPECT_EQ(many.needed(), (uint64_t{1} << 33) + 10 * 32);
 }
 
-// Where a token has more choices than there are ranks, eager rows hold one of each if they are not
-// too many.
+// Eager rows hold one for each choice of a token where it has more than there are ranks, if they
+// are not too many.
 TEST(DeviceControlTest, HasRoomForARowOfEachRoute) {
   const auto row_bytes = [](uint32_t ranks, uint32_t tokens, uint32_t topk) {
     const DeviceControlMap map = {

@@ -32,7 +32,7 @@ TEST(DevicePlanTest, HasTheSamePlacesInBothHalvesOfAPlan) {
   EXPECT_GE(map.shape_bytes(), map.placement + sizeof(int32_t) * 4 * 3);
 }
 
-// The same as on the host, for masters and for replicas.
+// The device finds the same expert as the host, for masters and for replicas.
 TEST(DevicePlanTest, KnowsTheExpertOfAPlace) {
   for (const int replicas : {0, 1, 3}) {
     const PlanMap map = {3, 12, 5, 2, static_cast<uint32_t>(replicas)};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What GPU transports do without a GPU: names, and descriptors that travel between processes.
+// Parts of GPU transports that need no GPU: names, and descriptors that travel between processes.
 #include "cuda/transport/gpu_transport.hpp"
 
 #include <fmt/format.h>

@@ -34,7 +34,7 @@ TEST(TuningTest, TakesTheFastestSplitThatFits) {
   EXPECT_EQ(blocks(table, {Op::kCombine, 4, 4096, 96}), std::pair(4, 4));
 }
 
-// Of rank_major rows none are added before they return, so that fewer blocks are needed for that.
+// Rows of rank_major are not added before they return, so that fewer blocks are needed for that.
 TEST(TuningTest, CombinesOfRankMajorRowsHaveSplitsOfTheirOwn) {
   std::vector<TunedSplit> table = {
       {Op::kCombine, 4, 4096, {14, 10}, 500},

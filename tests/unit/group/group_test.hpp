@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the tests of groups share.
+// Helpers that the tests of groups share.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -38,7 +38,7 @@ TEST(HandshakeTest, AProofHoldsForItsOwnTalkOnly) {
   const Talk later;
   EXPECT_NE(talk.peer.greeting().share, later.peer.greeting().share);
   EXPECT_FALSE(later.root.is_proven(kPeer, kClaim, talk.peer.prove(kPeer, kClaim)));
-  // Whoever repeats a greeting that he has heard does not know the factor behind it.
+  // A rank that repeats a greeting that it has heard does not know the factor behind it.
   Handshake root(point_of("a secret of the tests"), kRoot);
   EXPECT_TRUE(root.hear(talk.peer.greeting()));
   EXPECT_FALSE(root.is_proven(kPeer, kClaim, talk.peer.prove(kPeer, kClaim)));

@@ -49,7 +49,7 @@ bool dies_soon(const ProcessWatch& watch) {
   return !watch.is_alive();
 }
 
-// What fails in the process that watches.
+// System calls that fail in the process that watches.
 struct Lack {
   std::string name;
   std::vector<std::pair<long, int>> refused;  // system calls, and how

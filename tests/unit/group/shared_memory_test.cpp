@@ -49,7 +49,7 @@ ErrorCode code_of_open(const SharedMemoryRef& ref) {
 
 }  // namespace
 
-// Whoever has mapped it goes on writing, into what nobody else sees any more.
+// A process that has mapped it goes on writing, into what no other sees any more.
 TEST(SharedMemoryTest, MayBeTakenAwayFromOtherProcesses) {
   constexpr uint64_t kBytes = (uint64_t{2} << 20) + 100;
   const SharedMemory memory = SharedMemory::create(kBytes);

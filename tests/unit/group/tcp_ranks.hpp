@@ -15,7 +15,7 @@ namespace weft {
 
 inline const std::string kTestSecret = "a secret of the tests";
 
-// What became of one rank: the message of what it threw, empty if nothing.
+// Outcome of one rank: the message of what it threw, empty if nothing.
 struct Outcome {
   std::string error;
   ErrorCode code = ErrorCode::kInternal;

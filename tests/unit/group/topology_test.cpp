@@ -98,7 +98,7 @@ TEST(TopologyTest, ListsEachRanksDomainAndHost) {
   EXPECT_EQ(topology.host_of, (std::vector<std::string>{"x", "y", "x"}));
 }
 
-// Where a rank's card holds its page and, behind that, the random number in it (topology.cpp).
+// Offsets in a rank's card of its page and, behind that, of the random number in it (topology.cpp).
 constexpr size_t kPageAt = sizeof(uint64_t);
 constexpr size_t kInodeAt = kPageAt + offsetof(SharedMemoryRef, inode);
 constexpr size_t kNumberAt = kPageAt + sizeof(SharedMemoryRef);

@@ -19,7 +19,7 @@ inline ByteSpan span_of(uint64_t first, int64_t count, uint64_t each) {
   return {first, first + static_cast<uint64_t>(count) * each};
 }
 
-// Of those that are not empty none meets another, all begin at a multiple of `alignment` and end
+// Expects that spans that are not empty do not meet, begin at a multiple of `alignment` and end
 // within `num_bytes`.
 inline void expect_apart(std::vector<ByteSpan> spans, uint64_t num_bytes, uint64_t alignment = 1) {
   std::erase_if(spans, [](const ByteSpan& span) { return span.begin == span.end; });

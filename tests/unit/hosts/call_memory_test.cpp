@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where messages between domains lie, and what lies where in them.
+// Places of messages between domains, and of what lies in them.
 #include "hosts/call_memory.hpp"
 
 #include <gtest/gtest.h>
@@ -54,7 +54,7 @@ TEST(AreaMapTest, PutsAreasSideBySide) {
   EXPECT_EQ(map.num_bytes(), 256U + 256U + 512U + 4096U + 256U);
 }
 
-// The same number of signals is set aside for each peer, whatever a row's size.
+// Each peer has the same number of signals set aside, whatever a row's size.
 TEST(MessageFormatTest, NeedsNoMoreSignalsThanThereAre) {
   for_each_chunk([](const MessageFormat& chunk) {
     EXPECT_GE(chunk.rows, kChunkArrivals);
@@ -113,7 +113,7 @@ TEST(MessageFormatTest, MessagesOfAnAreaAreApart) {
   });
 }
 
-// What is set aside for the most tokens is enough for fewer, in messages of any size.
+// Room that is set aside for the most tokens is enough for fewer, in messages of any size.
 TEST(MessageFormatTest, TakesLittleMoreThanItsRows) {
   for_each_chunk([](const MessageFormat& chunk) {
     for (const int64_t count : counts_of(chunk)) {

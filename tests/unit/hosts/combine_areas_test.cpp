@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where everything of a combine between domains lies: side by side, and large enough.
+// Areas of a combine between domains lie side by side, and are large enough.
 #include <gtest/gtest.h>
 
 #include <functional>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where everything of a dispatch between domains lies, and that what is reserved is enough for it
-// and for a combine.
+// Areas of a dispatch between domains lie apart, and the room reserved is enough for it and for a
+// combine.
 #include <gtest/gtest.h>
 
 #include <numeric>

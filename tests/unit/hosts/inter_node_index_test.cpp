@@ -16,7 +16,7 @@ namespace {
 
 using Groups = std::vector<std::vector<int>>;
 
-// As written into plain memory.
+// Index as written into plain memory.
 class WrittenIndex {
  public:
   explicit WrittenIndex(const PlanData& plan) {
@@ -30,7 +30,7 @@ class WrittenIndex {
   [[nodiscard]] std::vector<int32_t> sent(size_t domain, size_t count) const {
     return {arrays_.sent[domain], arrays_.sent[domain] + count};
   }
-  // Of `count` rows: row, source, token.
+  // Returns row, source and token of each of `count` rows.
   [[nodiscard]] std::vector<std::array<int32_t, 3>> row_sources(int64_t count) const {
     std::vector<std::array<int32_t, 3>> rows(static_cast<size_t>(count));
     std::copy_n(arrays_.row_sources, 3 * count, rows.data()->data());
@@ -72,7 +72,7 @@ class InterNodeIndexTest : public testing::TestWithParam<Groups> {
     return domain;
   }
 
-  // By (token, domain): the row of its part, counted from what the routing says.
+  // Returns the row of each part by (token, domain), counted from what the routing says.
   static std::map<std::pair<int32_t, size_t>, int32_t> part_rows(
       const DomainPlans& plans, int rank
   ) {

@@ -157,7 +157,7 @@ TEST(MessageTransferFaultTest, NamesTheGpuThatDoesNotPackAndTheRankThatDoesNotSe
     TransferRank rank(group, "loopback", milliseconds(100));
     const auto thrown = thrown_by([&] {
       if (group.rank() == 0) {
-        // Of two packings, one is complete: it is not the one to name.
+        // One of the two packings is complete: it is not the one to name.
         const std::vector<MessageSend> sends = {rank.send_to(0, 3, 1), rank.send_to(1, 7, 1)};
         rank.pack_message(sends[0], 0);
         rank.pack_message(sends[1], 0);
@@ -241,7 +241,7 @@ TEST(MessageTransferFaultTest, EndsWhenSomethingElseHasGoneWrong) {
       EXPECT_EQ(text_of(thrown), "dispatch: a kernel failed");
     }
     group.barrier();
-    // What was packed before had gone out.
+    // Messages packed before had gone out.
     EXPECT_EQ(rank.transport().signal_value(0), group.rank() == 1 ? 1U : 0U);
     group.barrier();
   });

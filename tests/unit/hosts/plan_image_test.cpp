@@ -193,7 +193,7 @@ TEST_P(PlanImageTest, TellsReceiversTheRoutesOfEachArrival) {
   });
 }
 
-// What ranks give back for a token lies side by side, ascending rank: the order of combine's sum.
+// Rows returned for a token lie side by side, ascending rank: the order of combine's sum.
 TEST_P(PlanImageTest, GivesEachArrivalARowToReturnTo) {
   for_each_round([](const PlayedRound& round) {
     const size_t members = round.members().size();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel of src/cuda/plan/import.cu does, in plain memory: every rank of a domain copies
-// its image into its own plan block and into those of its receivers.
+// Does in plain memory what the kernel of src/cuda/plan/import.cu does: every rank of a domain
+// copies its image into its own plan block and into those of its receivers.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 
 namespace weft::test {
 
-// Of one rank.
+// Plan image of one rank.
 struct ImportedImage {
   int32_t num_tokens = 0;
   std::vector<std::byte> bytes;
@@ -48,7 +48,7 @@ class PlanPlayer {
   }
 
  private:
-  // In vectors, as the kernel does.
+  // Copies whole vectors of 16 bytes, as the kernel does.
   void copy(
       const ImportedImage& from, uint64_t offset, size_t member, uint64_t to, uint64_t num_bytes
   ) {

@@ -40,7 +40,7 @@ class PlayedRound {
   [[nodiscard]] const PlanData& plan(size_t member) const { return plans_.plan(members_[member]); }
   [[nodiscard]] PlanView block(size_t member) const { return player_.block(member); }
 
-  // Whose tokens a member sends, or -1.
+  // Returns the rank whose tokens a member sends, or -1.
   [[nodiscard]] int source(size_t member) const {
     if (index_ == 0) {
       return members_[member];
@@ -48,12 +48,12 @@ class PlayedRound {
     const auto forwarded = plan(member).between->domains->forwarded();
     return index_ <= forwarded.size() ? forwarded[index_ - 1] : -1;
   }
-  // Their numbers at the source.
+  // Returns the numbers of those tokens at the source.
   [[nodiscard]] const std::vector<int32_t>& tokens(size_t member) const { return tokens_[member]; }
   [[nodiscard]] std::vector<KeptRoute> routes(size_t from, int32_t token, size_t to) const {
     return plans_.routes(source(from), token, members_[to]);
   }
-  // Of each arrival, ascending: the number of its token in the round.
+  // Returns the number in the round of each arrival's token, ascending.
   [[nodiscard]] std::vector<int32_t> arrivals(size_t from, size_t to) const {
     std::vector<int32_t> numbers;
     const std::vector<int32_t>& sent = tokens(from);

@@ -52,7 +52,7 @@ class TransferRank {
   }
 
   Transport& transport() { return *transport_; }
-  // What has come.
+  // Forgets what has come.
   void clear() { std::memset(region_.data, static_cast<int>(kCanary), region_.ref.bytes); }
 
   [[nodiscard]] MessageSend send_to(int peer, int64_t count, uint32_t call) {
@@ -72,7 +72,7 @@ class TransferRank {
     return {.from = peer, .count = count, .first_signal = first_signal(peer)};
   }
 
-  // As the GPU does, from another thread.
+  // Packs message `c` as the GPU does, from another thread.
   void pack_message(const MessageSend& send, int64_t c) {
     const int64_t bytes = kChunk.num_rows(c, send.count) * kChunk.token_bytes();
     for (int64_t i = 0; i < bytes; ++i) {

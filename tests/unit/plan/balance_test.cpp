@@ -210,8 +210,8 @@ TEST_P(RandomBalanceTest, FixedReplicasAreFilledAsEvenlyAsTheOracleDoes) {
   });
 }
 
-// Of what a place gets of an expert, no row crosses ranks or domains that another place's could
-// have been exchanged for.
+// No place takes rows of an expert from other ranks or domains while rows of its own go elsewhere:
+// they could have been exchanged.
 TEST_P(RandomBalanceTest, SourcesAreServedAtHomeFirst) {
   for_all([](const BalanceCase& c) {
     const Balance balance = c.plan();
@@ -317,7 +317,7 @@ TEST(BalanceTest, GivesKnownValues) {
   EXPECT_EQ(balance.quotas_of(1)[10], 2);
 }
 
-// Which rank, expert and limit is chosen where several would do as well.
+// The choice of rank, expert and limit is known where several would do as well.
 TEST(BalanceTest, BreaksTiesKnownly) {
   const std::vector<int64_t> rows = {9, 9, 30, 1, 2, 2, 40, 40, 3, 3, 0, 0, 5, 7, 5, 7};
   const Placement placement = place_replicas(rows, 8, {.replicas = 2, .min_rows = 2});
@@ -416,7 +416,7 @@ TEST(BalanceTest, IsNearTheBestOfAllPlacements) {
   EXPECT_GE(found, num_cases * 3 / 4);
 }
 
-// What the oracle says, by its other definition: of all sets of experts, the most rows for each
+// The oracle says the same by its other definition: of all sets of experts, the most rows for each
 // rank that has one of them.
 TEST(BalanceOracleTest, IsTheLargestShareOfAnySetOfExperts) {
   for (uint64_t seed = 0; seed < 200; ++seed) {

@@ -53,7 +53,7 @@ TEST(BundleTest, RefusesWhatDoesNotAddUp) {
   );
 }
 
-// Whether every token goes to every receiver or all routes go to one.
+// Room is enough whether every token goes to every receiver or all routes go to one.
 TEST(BundleTest, FitsTheRoomThatIsSetAside) {
   constexpr int kTokens = 5;
   for (const int topk : {1, 3, 8}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks of several domains derive, each for itself, must fit together.
+// Traffic that ranks of several domains derive, each for itself, must fit together.
 #include "plan/domain_traffic.hpp"
 
 #include <gtest/gtest.h>
@@ -136,7 +136,7 @@ TEST_P(DomainTrafficTest, KnowsTheDomainsOfEachToken) {
   }
 }
 
-// What all ranks send across is what all ranks carry; without a forwarder it would be more.
+// Rows that all ranks send across are those that all carry; without a forwarder there are more.
 TEST_P(DomainTrafficTest, CountsWhatCrossesOnce) {
   CrossingCount all_sent;
   CrossingCount all_forwarded;

@@ -64,8 +64,8 @@ LostCase random_lost_case(uint64_t seed, Copies copies) {
   return c;
 }
 
-// What a group of the ranks that are left has, in its numbers. `c` has no replicas of experts of
-// lost ranks.
+// Returns the case of a group of the ranks that are left, in its numbers. `c` has no replicas of
+// experts of lost ranks.
 LostCase group_of_left(const LostCase& c) {
   LostCase group;
   const int num_local = c.shape.num_local();
@@ -85,7 +85,7 @@ LostCase group_of_left(const LostCase& c) {
   return group;
 }
 
-// The same placement as that of the smaller group, and nothing on lost ranks.
+// Expects the same placement as that of the smaller group, and nothing on lost ranks.
 void expect_same(const LostCase& c, const Placement& placement, const Placement& of_group) {
   const int per_rank = c.shape.per_rank();
   const int num_local = c.shape.num_local();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What check_options refuses, and what planning says when rows do not fit.
+// Tests of what check_options refuses, and of what planning says when rows do not fit.
 #include "unit/plan/plan_cases.hpp"
 
 namespace weft {

@@ -25,7 +25,7 @@ struct PlanCase {
 // Sizes, layout, padding, budget and popularity all follow from the seed. Small, often degenerate.
 [[nodiscard]] PlanCase random_case(uint64_t seed);
 
-// What the case is, for failure messages.
+// Returns a description of the case, for failure messages.
 [[nodiscard]] std::string describe(const PlanCase& c);
 
 // The plans of all ranks by the fast path, and by the reference.

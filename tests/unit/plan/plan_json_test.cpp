@@ -243,7 +243,7 @@ TEST_F(FaultyJsonTest, NamesPartsThatDisagree) {
   );
 }
 
-// What was dropped for lack of room is in no list of rows.
+// Routes that were dropped for lack of room are in no list of rows.
 TEST(PlanJsonTest, RefusesDroppedRoutesThatAreMissing) {
   const std::vector<RouteTable> routes = {testing::table_of(2, {{0, 1}, {0, 1}, {1, 0}})};
   const std::vector<int64_t> budgets = {4};

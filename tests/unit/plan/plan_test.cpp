@@ -201,7 +201,7 @@ TEST_F(SmallPlanTest, PadsExpertBlocks) {
   EXPECT_EQ(plans[0].logical_bytes(16), 6 * 16);
 }
 
-// Of rank 1's tokens: two routes of three, all three, none and one lead to rank 0.
+// Rank 1's tokens have two routes of three, all three, none and one that lead to rank 0.
 TEST(ReturnedBytesTest, CountsARowForEachRouteOrForAllOfAToken) {
   const std::vector<RouteTable> routes = {
       table_of(3, {}), table_of(3, {{0, 2, 1}, {0, 1, 1}, {2, 3, -1}, {-1, 0, -1}})};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan tells: comparison, summary, accessors.
+// Tests of what a plan tells: comparison, summary, accessors.
 #include <sstream>
 
 #include "unit/plan/plan_cases.hpp"

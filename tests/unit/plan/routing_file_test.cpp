@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is written can be read, also after a crash.
+// Records that are written can be read, also after a crash.
 #include "plan/file/routing_file.hpp"
 
 #include "unit/plan/routing_file_fixture.hpp"

@@ -13,7 +13,7 @@
 namespace weft::test {
 namespace {
 
-// Whether it has ended a call without the other.
+// Returns whether `one` has ended a call without `other`.
 bool goes_on_without(const Process& one, const Process& other) {
   return std::ranges::any_of(one.results, [&](const auto& result) {
     const Roll::Members& members = result.second;
@@ -26,9 +26,9 @@ bool has(const Process& one, const Process& other) {
   return members.has(other.rank) && members.lives[static_cast<size_t>(other.rank)] == other.life;
 }
 
-// Those that are members for each other have ended each call with the same members. Of two that are
-// not, one at most goes on without the other: who was left out and cannot hear of it has ended no
-// call since.
+// Expects that two processes that are members for each other have ended each call with the same
+// members. Of two that are not, one at most goes on without the other: one that was left out and
+// cannot hear of it has ended no call since.
 void expect_agreement(const Process& a, const Process& b, uint64_t seed) {
   if (!has(a, b) || !has(b, a)) {
     ASSERT_FALSE(a.life + b.life == 0 && goes_on_without(a, b) && goes_on_without(b, a))
@@ -78,8 +78,8 @@ TEST(BallotsTest, AllThatAreLeftEndAllCallsWithTheSameMembers) {
   }
 }
 
-// Those who are taken for silent are left out by more than half of the members, or by nobody, and
-// then nobody goes on.
+// Ranks that are taken for silent are left out by more than half of the members, or by none, and
+// then no rank goes on.
 TEST(BallotsTest, NoTwoPartsGoOnWhenRanksAreTakenForSilent) {
   int num_stuck = 0;
   int num_out = 0;

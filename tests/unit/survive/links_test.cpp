@@ -28,7 +28,7 @@ std::string text_in(const Bytes& bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-// What comes at one rank, until a condition holds.
+// Messages that come at one rank, until a condition holds.
 struct Heard {
   std::vector<std::string> texts;  // "0: hello"
   Bytes answer;                    // to questions

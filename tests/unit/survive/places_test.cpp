@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both kinds of roll promise to those who want a place among the ranks, and to those who have
-// one: the same cases for ranks that agree by shared memory and by messages.
+// Promises of both kinds of roll to processes that want a place among the ranks, and to those that
+// have one: the same cases for ranks that agree by shared memory and by messages.
 #include <gtest/gtest.h>
 
 #include <cerrno>
@@ -22,7 +22,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// By the transport of the exchange.
+// Kinds of roll, by the transport of the exchange.
 constexpr auto kKinds = {"shm", "ofi"};
 
 // A rank that makes calls in which nothing is exchanged. Its end leaves.

@@ -42,7 +42,7 @@ struct Asks {};   // to be let in
 struct Ended {};  // the connection is closed
 using Words = std::variant<Ended, Arrived, Vote, Agreed, Asks>;
 
-// What is said of a set of members counts for those who have the same.
+// Words about a set of members, which count for processes that have the same set.
 struct Message {
   Roll::Members among;
   Words words;
@@ -72,7 +72,7 @@ class Process {
   uint64_t call = 1;      // that it makes
   Roll::Members members;  // as it has taken them on
   Roll::Members before;   // when the call began
-  // What the members of a call were when it was over, by call.
+  // Members of each call when it was over, by call.
   std::map<uint64_t, Roll::Members> results;
   uint64_t side = 0;  // of a cut
 
@@ -89,7 +89,7 @@ class Process {
 
 class World {
  public:
-  // What may happen by chance, so often at most. Every other call takes a lost rank back.
+  // Events that happen by chance, and how often at most. Every other call takes a lost rank back.
   struct Fates {
     int deaths = 0;
     int suspicions = 0;
@@ -195,7 +195,7 @@ class World {
     }
   }
 
-  // Those who are in a new life are met.
+  // Meets the processes that are in a new life.
   void take_lives(Process& one) {
     std::vector<std::pair<Process*, std::vector<Message>>> said;
     for (int rank = 0; rank < num_ranks_ && !one.ballots.is_out(); ++rank) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What transport domains promises beyond the conformance suite: ranks 0 and 1 are neighbours, so
-// are 2 and 3.
+// Promises of transport domains beyond the conformance suite: ranks 0 and 1 are neighbours, so are
+// 2 and 3.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -33,7 +33,7 @@ class DomainsTransportTest : public ::testing::Test {
   }
   void TearDown() override { ::unsetenv("WEFT_RANKS_PER_DOMAIN"); }
 
-  // In processes, which share memory as ranks of a host do.
+  // Runs `body` in processes, which share memory as ranks of a host do.
   static void run(const std::function<void(Wire&)>& body, uint64_t region_bytes = 4096) {
     const TransportCase test = {.transport = "domains:tcp", .num_ranks = kRanks};
     const auto statuses = run_forked(kRanks, [&](Group& group) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What loopback and shm promise beyond the conformance suite.
+// Promises of loopback and shm beyond the conformance suite.
 #include "transport/mapped/mapped_transport.hpp"
 
 #include <gtest/gtest.h>

@@ -125,7 +125,7 @@ TEST(OfiQueueTest, OpensBesideNamesThatKilledProcessesHaveLeft) {
   const std::filesystem::path kept = testing::TempDir() + "endpoint";
   std::filesystem::copy_file(file_of_endpoint(number), kept);
   first.reset();
-  // As if processes of this number had been killed.
+  // Leaves files as if processes of this number had been killed.
   for (int left = 1; left <= 3; ++left) {
     std::filesystem::copy_file(kept, file_of_endpoint(number + left));
   }

@@ -179,7 +179,7 @@ TEST(OfiStrangerTest, OnlyAWriteWithTheRightKeyIsAPut) {
   }
 }
 
-// Where this process listens, as /proc/net/tcp (IPv4) or tcp6 writes it: "0100007F:1A2B".
+// Returns where this process listens, as /proc/net/tcp (IPv4) or tcp6 writes it: "0100007F:1A2B".
 std::vector<std::string> listening_in(const char* table_path) {
   std::set<std::string> own;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {

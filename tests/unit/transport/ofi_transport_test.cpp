@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What transport ofi promises beyond the conformance suite.
+// Promises of transport ofi beyond the conformance suite.
 #include <gtest/gtest.h>
 
 #include <atomic>

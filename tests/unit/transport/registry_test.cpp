@@ -16,7 +16,7 @@
 namespace weft {
 namespace {
 
-// What `action` throws on this rank: "<code>: <message>", or empty.
+// Returns what `action` throws on this rank as "<code>: <message>", or an empty string.
 std::string error_of(const std::function<void()>& action) {
   try {
     action();
