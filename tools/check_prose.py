@@ -13,8 +13,8 @@ FRAGMENT = re.compile(
     r"(Of|By|As|To|In|What|Where|Whether|Which|The same|Those|Who|Whose|Whoever|Likewise)\b"
 )
 COMMENT = re.compile(r"\s*//\s?(.*)")
-# Percent that may open so, measured when last lowered. The goal is 5.
-MOST = {"comments": 5.0, "docstrings": 5.0}
+# Percent that may open so: some are whole sentences ("Where ranks differ, both are told.").
+MOST = {"comments": 1.0, "docstrings": 1.0}
 SOURCES = (".cpp", ".hpp", ".cu", ".cuh", ".h")
 
 

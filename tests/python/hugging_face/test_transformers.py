@@ -274,7 +274,7 @@ def test_a_life(own_ranks, tmp_path):
 
 
 def on_two_ranks(*words):
-    """What a program prints below torchrun."""
+    """Returns what a program prints below torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", *map(str, words)],
