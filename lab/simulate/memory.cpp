@@ -153,7 +153,7 @@ Memory::Cpu reserved_by_cpu(const Scenario& scenario) {
   return cpu;
 }
 
-// For 16-bit rows with small scale rows, as CudaExchange::set_up does.
+// Staging of CudaExchange::set_up: 16-bit rows with small scale rows.
 uint64_t staging_of_gpu(const Scenario& scenario, int num_members) {
   constexpr int kUsualRanks = 8;
   const int64_t rows = std::max<int64_t>(scenario.max_tokens, 1) *

@@ -365,8 +365,8 @@ class DispatchReplay final : public ReplayMachine {
   std::vector<uint32_t> next_;  // by rank: of its link chunks
 };
 
-// Combine: a rank sums the rows of each part and returns one row per arrival, to the token's rank
-// inside the domain, else to the forwarder, which sums what its domain has and sends one row back.
+// Combine: a rank sums the rows of each Part and returns one row per arrival: to the token's rank
+// if in its domain, else to the forwarder, which sums its domain's rows and sends one row back.
 class CombineReplay final : public ReplayMachine {
  public:
   CombineReplay(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // From the tensors and options of weft/exchange.py to plan, dispatch and combine, and back: each is
-// one call, which takes the memory of what it returns and gives up the interpreter's lock.
+// one call, which allocates what it returns and gives up the interpreter's lock.
 #include "exchange_py.hpp"
 
 #include <memory>

@@ -403,7 +403,7 @@ class Balance:
         self._replicas = held
 
     def _fill(self, held: Held, name: str) -> None:
-        """Collective. Its masters and replicas, unless they are there."""
+        """Collective. Loads masters and replicas of `held` if absent."""
         if held.num_readmitted != self._num_readmitted:  # on all ranks; new ones have no such call
             raise InvalidArgument("apply: ranks were readmitted between forward and backward")
         if self._replicas is held:

@@ -209,9 +209,9 @@ def _parts(blocks: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 def put_weights(
     slots: Sequence[Tensor], own: Sequence[Tensor], sends: Sends, carried: Carry
 ) -> None:
-    """Collective. Each owner's bytes into the slots of others that have its experts.
+    """Collective. Copies each owner's experts into other ranks' slots for them.
 
-    slots [any, ...] and own [El, ...]: as many, with as many bytes for an expert, contiguous."""
+    slots [any, ...] and own [El, ...]: pairwise the same bytes per expert, contiguous."""
     from_here, to_here = ([Hop(one, one.owner) for one in part] for part in sends)
     pass_weights(slots, own, from_here, to_here, carried)
 

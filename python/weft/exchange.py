@@ -473,8 +473,8 @@ class Exchange(ExchangeBegin):
         given_rows: int | None,
         runs: tuple[int, bool | None, bool, bool],
     ) -> tuple[Plan | SkippedPlan, tuple[Tensor | None, ...]]:
-        """The plan; and rows, weights, scales, experts, sources, counts. make_options: those that
-        say what is sent; runs: num_sms, copy_engines, receives_later, is_skipped."""
+        """Returns the plan and rows, weights, scales, experts, sources, counts. make_options: of
+        what is sent; runs: num_sms, copy_engines, receives_later, is_skipped."""
         num_sms, copy_engines, receives_later, is_skipped = runs
         is_one_call = self._on_gpu and given_rows is not None
         is_later = is_one_call and receives_later

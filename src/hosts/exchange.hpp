@@ -197,7 +197,7 @@ class HostsExchange final : public Executor {
   void reserve_messages(uint64_t bytes);
   // The GPU's own, if the network can reach that.
   [[nodiscard]] std::optional<WireMemory> take_direct(std::string_view what, uint64_t bytes);
-  // Nobody uses it any more; it is freed with the exchange.
+  // Keeps unused memory until the exchange is freed.
   void retire(WireMemory& memory);
   // Memory of this GPU.
   [[nodiscard]] Buffer take_bytes(uint64_t bytes) {

@@ -26,13 +26,13 @@ int64_t now_seconds() {
   return now.tv_sec + 1;  // never 0
 }
 
-// One wish often comes twice: to the process group, and passed on by the parent. Only a later one
-// is impatience.
+// One request often comes twice: to the process group, and passed on by the parent. Only a later
+// one kills.
 void on_signal(int signal) {
-  constexpr int64_t kSameWishSeconds = 2;
+  constexpr int64_t kSameRequestSeconds = 2;
   int64_t first = 0;
   if (!asked_at.compare_exchange_strong(first, now_seconds()) &&
-      now_seconds() - first >= kSameWishSeconds) {
+      now_seconds() - first >= kSameRequestSeconds) {
     std::signal(signal, SIG_DFL);
     std::raise(signal);
     return;

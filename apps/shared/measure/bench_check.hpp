@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Proof that what is timed is right: plans against the slow reference, rows and sums against the
-// elements that every rank knows of every other's made-up rows. Nobody holds another rank's rows.
+// Proof that what is timed is right: plans against the slow reference, rows and sums against
+// made-up elements, which every rank computes from a seed. No rank holds another rank's rows.
 #pragma once
 
 #include <cstdint>

@@ -112,7 +112,7 @@ struct BenchRouting {
   }
 };
 
-// Made up or read from the file. Throws Error (kFile) for a file of another number of ranks.
+// Makes up or reads the routing. Throws Error (kFile) for a file of another number of ranks.
 [[nodiscard]] BenchRouting bench_routing(const BenchOptions& options, int num_ranks);
 
 struct BenchResult {
@@ -133,8 +133,8 @@ struct BenchBytes : ExchangeBytes {
   double returned = 0;  // what combine brings back across rank boundaries
 };
 
-// One rank's exchange, its plans and tensors, and the calls that are timed. How they are timed and
-// checked is the device's.
+// One rank's exchange, its plans and tensors, and the calls that are timed. A subclass per device
+// times them.
 class Bench {
  public:
   Bench(const Bench&) = delete;

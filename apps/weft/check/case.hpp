@@ -57,7 +57,7 @@ struct SharedExchange {
     std::optional<SharedExchange>& shared
 );
 
-// Layouts by dtypes, exact, padded, with room to spare and one row short.
+// Cases by layout and dtype: exact, padded, room to spare, one row short.
 [[nodiscard]] std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed);
 // Cases that go wrong first: no tokens, one expert for all, holes, odd sizes, maps, several plans,
 // ...

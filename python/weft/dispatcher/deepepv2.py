@@ -30,9 +30,9 @@ class _DeepepV2Manager(_DeepepManager):
         config: Any,
         moe_router_expert_pad_multiple: int | None = None,
     ) -> None:
-        """router_topk and num_experts count every TP rank.
+        """router_topk and num_experts: times the TP size.
 
-        Raises ImportError without a dispatch function, ValueError for drop-and-pad.
+        Raises ImportError if DeepEP V2 is missing, ValueError for drop-and-pad.
         """
         functions = manager.backend("deepepv2")
         if functions.dispatch is None:

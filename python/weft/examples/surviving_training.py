@@ -6,8 +6,8 @@ python -m weft.examples.surviving_training --kill-step 7 --back-step 12
 Four processes train the experts of one MoE layer; its router stays as it is. The step during which
 a rank is killed is repeated by those that are left, without the lost rank's tokens, which are
 dropped until it is back. A lost expert that has a replica goes on from that, any other from its
-last checkpoint. Until then each lives in a place for replicas of one rank, which trains it and
-hands it back to the new process. One rank at a time may be away."""
+last checkpoint. One remaining rank trains it, in a place for replicas, and hands it back to the
+new process. One rank at a time may be away."""
 
 import argparse
 import json

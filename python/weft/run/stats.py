@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft stats FILE ...`: what `weft run --json` has kept, or ranks by themselves, once more as text
+"""`weft stats FILE ...`: shows what `weft run --json`, or ranks from weft.stats(), wrote, as text
 and as a page."""
 
 import argparse

@@ -35,7 +35,7 @@ Staging lay_out(const PlanData& plan, const StagedRowBytes& bytes, const CountsO
   return staging;
 }
 
-// Pairs that another rank of this domain puts here lie in its area.
+// Sets offsets of handed-on sources: in their forwarder's area.
 void place_handed_on(const PlanData& plan, const StagedRowBytes& bytes, Staging& staging) {
   for (int source = 0; source < plan.shape.num_ranks; ++source) {
     const int forwarder = plan.between->domains->between(source);

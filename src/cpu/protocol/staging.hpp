@@ -11,9 +11,9 @@
 
 namespace weft {
 
-// Offsets by peer; this rank's own entries are unused. Zero bytes of a kind: it does not travel or
-// goes straight to its slots. In a group of several domains rows and scales of a pair lie in the
-// area of whoever puts them here (plan/domain_traffic.hpp).
+// Offsets by peer; this rank's own entries are unused. A kind of zero bytes does not travel or goes
+// straight to its slots. In a group of several domains, rows and scales that a forwarder hands on
+// lie in its area (plan/domain_traffic.hpp).
 struct Staging {
   std::vector<uint64_t> rows;
   std::vector<uint64_t> scales;

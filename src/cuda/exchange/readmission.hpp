@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Facts that members of an exchange on GPUs tell each other before they meet, so that new processes
+// Facts that members of a GPU exchange tell each other before they connect, so that new processes
 // learn them.
 #pragma once
 

@@ -64,7 +64,7 @@ class CallRepeats {
   }
 
   // --- with the lock ---
-  // A launch of the calls before the next gate, and the plan that it follows, if any; empty: one
+  // Keeps a launch before the next gate, and its plan, if any. An empty `launch` stands for one
   // that cannot be made again.
   void keep(Launch launch, const PlanView& plan = {});
   // Forgets the launches since the last gate: they are captured, or void.

@@ -20,7 +20,7 @@ namespace {
 
 // Strangers can hold no more places than this.
 constexpr size_t kMaxGuests = 1024;
-// Slow guests are looked at this often.
+// Idle sockets are checked this often.
 constexpr auto kTick = std::chrono::milliseconds(250);
 
 class Admission {

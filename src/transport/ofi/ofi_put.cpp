@@ -24,7 +24,7 @@ namespace {
 constexpr uint64_t kCopyBytes = 512 << 10;
 
 constexpr int kPauses = 64;
-// A message takes less than that; two peers that sleep wait for each other's naps.
+// Yields outlast a message: two peers that both sleep wait out each other's sleep.
 constexpr int kYields = 1024;  // a millisecond or two
 // How often a thread that waits for the fabric looks whether its peer is there. By the clock: on a
 // busy machine a yield may take milliseconds, and soon a host that ended does not answer at all.

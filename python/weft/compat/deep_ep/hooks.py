@@ -39,7 +39,7 @@ class Receive:
         self._then = work
 
     def run(self) -> None:
-        """On the current stream, once."""
+        """Receives on the current stream, once."""
         if self._is_done:
             return
         exchange, waits = self._plan.exchange, self._waits

@@ -445,10 +445,10 @@ class LowLatencyMode:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Local, of all ranks. Masks a rank, or takes it in again. Needs enable_shrink=True.
 
-        Where calls go on without lost ranks, from the first on, a masked rank is lost: the next one
-        does not wait for it, its own raises `weft.PeerError`, and to take it in again raises
-        `weft.Unsupported`. Elsewhere it still makes its calls, and its tokens, counts and sums are
-        left out.
+        After the first call that goes on without lost ranks, a masked rank is lost: the next call
+        does not wait for it, its own calls raise `weft.PeerError`, and taking it in again raises
+        `weft.Unsupported`. Otherwise it still makes calls, and its tokens, counts and sums are left
+        out.
         """
         with Call("low_latency_update_mask_buffer"):
             self._check_shrink()

@@ -64,9 +64,9 @@ def in_any_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def _order_of(given: tuple[Any, ...], sgl_order: tuple[str, ...]) -> tuple[str, ...]:
-    """use_fp8 is third in V1's order, fourth in sgl-deep-ep's and fifth in hybrid-ep's. Before it
-    stand tensors or None: of hybrid-ep first the weights, with two dimensions, then what is first
-    and second elsewhere, of int32 and int64."""
+    """use_fp8 is third in V1's order, fourth in sgl-deep-ep's and fifth in hybrid-ep's. Tensors or
+    None come before it: an int32 and then an int64 one; in hybrid-ep's order two-dimensional
+    weights come before these."""
     first, second, third, fourth = (*given, *(False,) * 4)[:4]
     if (
         getattr(first, "ndim", 1) == 2

@@ -172,8 +172,8 @@ class ExchangePool:
 
     @staticmethod
     def _is_apart(device: torch.device, goes_on: bool, with_masks: bool) -> bool:
-        """Returns whether a call is made on an exchange for few tokens only. On CPUs one that goes
-        on serves all calls: after a loss no other can be made."""
+        """Returns whether a call is made on the low-latency exchange. Not on CPUs if it goes
+        on without lost ranks: after a loss no other can be made."""
         return with_masks and not (goes_on and device.type == "cpu")
 
     @staticmethod

@@ -34,7 +34,7 @@ struct BalanceArrays {
   PlaceLists places;
   PlaceShared search;  // its rows are those of SpreadShared, too
 
-  // -> words in all; with a null `base` nothing but that.
+  // Returns the words in all; a null `base` only counts.
   WEFT_HD uint32_t lay_out(const PhysicalExperts& shape, int32_t* base) {
     uint32_t end = 0;
     const auto take = [&](int32_t*& array, int words) {

@@ -277,8 +277,8 @@ __device__ inline int32_t pour_placed(
   return __all_sync(kAllLanes, is_enough) != 0 ? most : -1;
 }
 
-// All threads: even_out() of plan/balance/place.cpp. `best`: rows of the busiest rank of what was
-// published. Returns them afterwards.
+// All threads: even_out() of plan/balance/place.cpp. `best`: rows of the busiest rank as published.
+// Returns that number afterwards.
 template <int kPerLane>
 __device__ inline int32_t even_out(
     const BalanceLaunch& call, uint32_t lost, const PlaceShared& shared, int32_t best
