@@ -25,7 +25,7 @@
 namespace weft {
 namespace {
 
-// Plans that may be alive before more memory is asked for, in so many bytes at most.
+// Plans for which memory is taken at first, in kFirstPlanBytes at most.
 constexpr uint64_t kFirstPlans = 64;
 constexpr uint64_t kFewPlans = 4;
 constexpr uint64_t kFirstPlanBytes = 128 << 20;
@@ -73,7 +73,7 @@ struct DomainFacts {
   uint64_t shared_bytes = 0;  // that a block may have on each of the GPUs
 };
 
-// Collective. `id` is the exchange's number in this process.
+// Collective. Agrees on facts; `id` is the exchange's number in its process.
 DomainFacts agree_on_facts(const Group& group, uint64_t id, uint64_t shared_bytes) {
   static const uint64_t process_bits = uint64_t{std::random_device()()} << 32;
   // Rank 0's stamp: some bits of its own, then the number of the exchange in its process.

@@ -44,7 +44,7 @@ struct CudaRankState {
 
 class CudaExchange final : public Executor {
  public:
-  // Collective. `has_eager_rows`: memory is reserved for fused plan and dispatch.
+  // Collective. `has_eager_rows` reserves memory for a fused plan and dispatch.
   CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_eager_rows);
   ~CudaExchange() override;
 
@@ -64,7 +64,7 @@ class CudaExchange final : public Executor {
       const DispatchOutput& out,
       const CallOptions& call
   ) override;
-  // Decided by what all ranks pass alike.
+  // Decides by what all ranks pass alike.
   [[nodiscard]] bool writes_alone(
       const Routing& routing,
       const PlanOptions& options,
@@ -98,16 +98,16 @@ class CudaExchange final : public Executor {
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
-  // The last call has this number on the GPU now, as if those since then had raised no signal. For
-  // tests of long runs: on all ranks, while none makes a call.
+  // Sets the number of the last call on the GPU, as if later calls had raised no signal. For tests
+  // of long runs: on all ranks, while no rank makes a call.
   void set_epoch(uint64_t epoch);
 
   // --- for the executor of several hosts (src/hosts), in whose domain this one moves rows ---
-  // Its ranks are `ranks` of the group of `whole`, and messages call them so from now on.
+  // Names this exchange's ranks as `ranks` of the group of `whole` in messages from now on.
   // `num_sharing` ranks of that group share this GPU, and `num_kept_sms` of its multiprocessors are
   // kept for other kernels.
   void join(const Context& whole, std::span<const int> ranks, int num_sharing, int num_kept_sms);
-  // The geometry of its plan blocks, with so many places for replicas on each rank.
+  // Returns the geometry of plan blocks with `replicas` places on each rank.
   [[nodiscard]] PlanMap plan_map(int replicas = 0) const {
     return {
         control_map_.num_ranks,
@@ -116,9 +116,9 @@ class CudaExchange final : public Executor {
         control_map_.max_topk,
         static_cast<uint32_t>(replicas)};
   }
-  // A plan of the shape `data` that the host has made. `image` is host memory that the GPU reads
-  // and that must stay until the stream has passed. Collective, like make_plan; `number` tells
-  // calls apart and must be equal on all ranks.
+  // Imports a plan of shape `data` that the host has made. `image` is host memory that the GPU
+  // reads and that must stay until the stream has passed. Collective, like make_plan; `number`
+  // tells calls apart and must be equal on all ranks.
   [[nodiscard]] Plan import_plan(
       PlanData data,
       const std::byte* image,
@@ -134,16 +134,16 @@ class CudaExchange final : public Executor {
   }
   // Returns the state that this rank's kernels share, in this GPU's memory.
   [[nodiscard]] LocalState* local_state() const { return own_->local.get(); }
-  // check() has thrown what a kernel found, at some time.
+  // Returns whether check() has ever thrown what a kernel found.
   [[nodiscard]] bool has_thrown_fault() const { return has_thrown_fault_; }
-  // This rank's caller wants to stop: the kernels end, and the peers hear why.
+  // Stops the kernels because this rank's caller wants to; peers hear why.
   void interrupt();
-  // Any thread: no kernel of this rank waits any more, until go_on_without().
+  // Any thread: ends all waits of this rank's kernels, until go_on_without().
   void stop();
   // Returns this rank's calls once its stopped kernels have ended, and nothing before. No call is
   // made meanwhile.
   [[nodiscard]] std::optional<LossWatch::Calls> ended_calls() const;
-  // check() within a call, in `stream`, which goes on whatever was wrong with those before it.
+  // Throws faults as check() does, within a call in `stream`; misuses are left for check().
   void check_faults(std::optional<cudaStream_t> stream = std::nullopt);
   // Returns whether check_faults() would throw; any thread may ask.
   [[nodiscard]] bool has_fault() const { return has_record(0); }
@@ -154,25 +154,25 @@ class CudaExchange final : public Executor {
   [[nodiscard]] bool has_record(int place) const {
     return *static_cast<volatile FaultKind*>(&own_->fault.get()[place].kind) != FaultKind::kNone;
   }
-  // This rank's part of the constructor.
+  // Does this rank's part of the constructor.
   void set_up(uint64_t stamp);
   // Returns the bytes of shared memory that a block may have on this GPU.
   [[nodiscard]] uint64_t shared_bytes() const;
   // Returns for which numbers R of replicas (bit R) a plan and dispatch in one launch are possible,
   // with so many bytes on each GPU.
   [[nodiscard]] uint32_t fused_replicas(uint64_t shared_bytes) const;
-  // One call, or the first of two (kPlanAndDispatch): faults of earlier ones are thrown,
-  // `launch(stream)` queues it; a refusal of its arguments is told to the peers. Without a stream
-  // of the caller's it is waited for. `is_second` of those two: a rank that is lost is heard of
-  // before the first is queued, or after both are.
+  // Runs one call, or the first of two (kPlanAndDispatch): throws faults of earlier calls, queues
+  // this one by `launch(stream)` and tells peers if its arguments are refused. Waits for the call
+  // if the caller gave no stream. `is_second` of the two: losses are heard of before the first is
+  // queued, or after both are.
   template <class Launch>
   auto run_call(Op op, const CallOptions& call, const Launch& launch, bool is_second = false);
 
-  // The stream of a call; the exchange's own if the caller has none.
+  // Returns a call's stream; the exchange's own if the caller has none.
   [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const {
     return call.stream == nullptr ? own_->stream.get() : static_cast<cudaStream_t>(call.stream);
   }
-  // The running call is in the stream: its end can be waited for, and peers will hear of it.
+  // Notes that the running call is queued: its end can be awaited, and peers will hear of it.
   void set_launched(cudaStream_t stream);
   // Records where a kernel ends a call, or the part of it that is queued now. False inside a
   // capture, which records nothing.
@@ -191,7 +191,7 @@ class CudaExchange final : public Executor {
       repeats_->keep([function, launch](cudaStream_t again) { function(launch, again); }, followed);
     }
   }
-  // The running call cannot be made again.
+  // Marks the running call as not repeatable.
   void keep_none() {
     if (repeats_) {
       repeats_->keep({});
@@ -202,19 +202,20 @@ class CudaExchange final : public Executor {
   // --- failures ---
   // While the host waits for the stream: throws if this rank's caller or a peer's wants to stop.
   void look_for_interrupts(cudaStream_t stream);
-  // The running call and all later ones wait for nothing any more and give peers nothing.
+  // Makes `call` and all later ones wait for nothing and give peers nothing.
   void stop_kernels(uint32_t call);
-  // With PeerLoss::kShrink (losses.cpp). Makes losses_; collective.
+  // Collective. Makes losses_ (losses.cpp); not with PeerLoss::kFail.
   void watch_for_losses(const Group& group);
-  // If ranks are lost: waits for those that are left, and throws Error (kRanksLost) when the next
-  // call can be made without the lost ones. Returns if none is. `late` as for LossWatch::settle().
+  // If ranks are lost, waits for those that are left and throws Error (kRanksLost) when the next
+  // call can be made without the lost ones. Returns if no rank is lost. `late` as for
+  // LossWatch::settle().
   void look_for_losses(Op op, ErrorCode cause, std::optional<int> late = std::nullopt);
-  // Throws Error (kRanksLost): members have agreed that they go on with those that are left.
+  // Throws Error (kRanksLost), as members have agreed to go on without the lost ranks.
   [[noreturn]] void raise_losses(Op op, const LossWatch::Agreement& agreed);
-  // Throws TimeoutError.
+  // Waits until the last call has ended. Throws TimeoutError.
   void await_last_call() const;
   [[nodiscard]] LossWatch::Calls own_calls() const;
-  // The next call has the number after this one. `is_queue_void`: so is what has begun here.
+  // Goes on without `lost` after number `last_call`. `is_queue_void`: what has begun here is void.
   void go_on_without(uint32_t lost, uint64_t last_call, bool is_queue_void = true);
   [[nodiscard]] std::vector<int> lost_ranks() const;  // ascending
   void set_local(LocalState* to, const LocalState& now) const;
@@ -223,37 +224,37 @@ class CudaExchange final : public Executor {
     return repeats_ ? repeats_->stream() : own_->stream.get();
   }
   // --- PeerLoss::kRepeat (losses.cpp) ---
-  // Once a call is queued in the stream: puts a gate behind it, unless it is a plan whose dispatch
-  // comes next, behind which is that of both.
+  // Puts a gate behind the call just queued in the stream; a plan whose dispatch comes next shares
+  // the gate behind that dispatch.
   void close_calls(cudaStream_t stream);
-  // The watch agrees on what becomes of the calls, so that the caller has nothing to do.
+  // Returns whether the watch is agreeing on the calls, so that the caller has nothing to do.
   [[nodiscard]] bool is_watch_at_it() const;
-  // Any thread: whom a call has waited for in vain.
+  // Any thread: returns the rank that a call has waited for in vain.
   [[nodiscard]] std::optional<LossWatch::Late> late_rank() const;
-  // late_rank() as the fault record alone has it.
+  // Returns late_rank() as the fault record alone has it.
   [[nodiscard]] std::optional<LossWatch::Late> late_fault() const;
-  // The thread that watches: makes the calls again that this rank's gate holds, and opens it.
+  // The watching thread: makes the calls again that this rank's gate holds, and opens the gate.
   void repeat_calls(const LossWatch::Agreement& agreed);
-  // No gate holds any more: calls are void until go_on_without().
+  // Opens all gates: calls are void until go_on_without().
   void release_gates() const;
-  // The caller waits before a call while it is too many ahead.
+  // Makes the caller wait while it is too many gates ahead.
   void await_gates(cudaStream_t stream);
-  // report() of ranks whose loss the caller has not heard of; then it has.
+  // Returns report() with the losses new to the caller, and marks them as heard.
   [[nodiscard]] CallReport take_news();
-  // The caller hears of ranks whose loss has ended no call.
+  // Tells the caller of ranks whose loss has ended no call.
   void hear_repeats();
   // --- ranks that come back (readmission.cpp) ---
-  // The rest of the constructor, for a rank of Group::rejoin().
+  // Does the rest of the constructor for a rank of Group::rejoin().
   void rejoin(const Group& group, const Invitation& invitation);
-  // Both make the same calls on the group. See LossWatch::Connect.
+  // Each is a LossWatch::Connect; both make the same calls on the group.
   void meet_as_newcomer(const Group& group, const Meeting& who);
   void meet_newcomers(const Group& group, const Meeting& who);
   void await_silence(std::span<const int> ranks) const;
-  // Tells view_ where control regions are. Whether one is elsewhere than before.
+  // Tells view_ where control regions are. Returns whether any has moved.
   bool find_control();
-  // Calls that were captured so far do nothing any more, and say so.
+  // Makes calls captured so far do nothing, and say so.
   void retire_graphs();
-  // Nothing can be done any more with this rank's exchange.
+  // Marks this rank's exchange as unusable.
   void set_broken();
   // Returns a text that names the peer that was interrupted in call `own` or before it; empty if
   // none was.
@@ -261,23 +262,23 @@ class CudaExchange final : public Executor {
   [[nodiscard]] uint32_t running_call() const;
   // Throws an Error of `code` once the stream has stopped, or after 1 s.
   [[noreturn]] void break_off(ErrorCode code, std::string_view text, cudaStream_t stream);
-  // Tells the peers of one call that this rank does not make. -> its number on the GPUs.
+  // Tells peers of a call that this rank does not make. Returns its number on the GPUs.
   uint32_t refuse_one(Op op, const Refusal& reason, cudaStream_t stream);
-  // Returns whether a plan that this rank has refused was a call of its own for the others, by
-  // their handshakes. False if they refused it, too.
+  // Returns whether, by peers' handshakes, a plan that this rank has refused had no dispatch there.
+  // False if they refused it, too.
   [[nodiscard]] bool do_peers_only_plan(uint32_t epoch) const;
-  // check() beside a call in `stream`, or in none that is known: all calls so far are in it or
-  // before it, replays included.
+  // Does check() for calls in `stream` or before it, replays included; null: the stream is not
+  // known.
   void check_behind(std::optional<cudaStream_t> stream);
   [[nodiscard]] std::optional<Refusal> awaited_reason(const FaultRecord& refused) const;
-  // Throws what the record says. A refusal that harmed nothing is cleared first.
+  // Throws what the fault record says. A refusal that harmed nothing is cleared first.
   void throw_fault(std::optional<cudaStream_t> stream);
-  // False: a peer has not come to a call since, so that the exchange can no longer be used.
+  // Returns false if a peer has not come to a call since: the exchange is then unusable.
   bool clear_fault(uint32_t epoch, std::optional<cudaStream_t> stream);
   [[nodiscard]] ControlSurvey survey_control(uint32_t epoch) const;
   // Returns the ranks whose handshake of this rank's last call has not come.
   [[nodiscard]] std::vector<int> silent_ranks() const;
-  // A value in this GPU's memory, read by a copy, which takes another way than kernels.
+  // Reads a value in this GPU's memory by a copy, which takes another way than kernels.
   template <class T>
   [[nodiscard]] T read_gpu(const void* from) const {
     return read_gpu<T>(from, own_->stream.get());
@@ -300,29 +301,29 @@ class CudaExchange final : public Executor {
       int64_t number,
       cudaStream_t stream
   );
-  // make_plan(), where `op` says what is refused if its arguments are.
+  // Does make_plan(); `op` is what is refused if the arguments are.
   Plan make_plan_of(
       Op op, const Routing& routing, const PlanOptions& options, const CallOptions& call
   );
   // Checks what a plan with replicas needs besides. Throws Error (kInvalidArgument, kUnsupported).
   void check_balance_of(const Balancing& balancing, int topk);
-  // Queues what comes before the plan kernel: `launch` is for it as for a plan without replicas,
-  // and becomes the plan of physical experts.
+  // Queues what comes before the plan kernel. `launch` comes as for a plan without replicas and
+  // becomes the plan of physical experts.
   void queue_balance(const Balancing& balancing, PlanLaunch& launch, cudaStream_t stream);
-  // Memory for so many more plans.
+  // Adds memory for `num_plans` plans.
   void add_plans(uint64_t num_plans);
-  // Memory for one plan of this shape, grown if need be, which belongs to `data` then. -> where
-  // peers reach it.
+  // Takes memory for one plan, grown if need be, which then belongs to `data`. Returns where peers
+  // reach it.
   PeerAddress take_plan(PlanData& data, cudaStream_t stream);
   // Returns where a plan of this exchange lies.
   [[nodiscard]] PlanView view_of(const PlanData& plan) const;
-  // The kernel will tell the host the shape of the plan's output.
+  // Makes the kernel tell the host the shape of the plan's output.
   void ask_shape(PlanLaunch& launch);
-  // Waits until it has, and fills it in.
+  // Waits for that shape and fills it in.
   void hear_shape(PlanData& data, const PlanMap& map, cudaStream_t stream);
   void wait_shape(const volatile uint32_t* seen, cudaStream_t stream);
 
-  // The launch of a plan and its dispatch where there are replicas.
+  // Returns the launch of a plan and its dispatch with replicas.
   [[nodiscard]] BalancedDispatchLaunch balanced(
       const RoutedDispatchLaunch& launch, const Balancing& balancing
   ) const;
@@ -346,33 +347,32 @@ class CudaExchange final : public Executor {
   [[nodiscard]] DispatchLaunch prepare_dispatch(
       const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
   ) const;
-  // A dispatch that is prepared but for its places, by one kernel or by copy engines.
+  // Queue a dispatch, prepared but for its places, by one kernel or by copy engines.
   void dispatch_by_stores(
       const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
   void dispatch_by_copies(
       const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
-  // One that returns a row for each route, if the call and the room for them allow it; it is open
-  // afterwards where it is to be received later.
+  // A combine that returns a row for each route, if the call and the room allow it; the call is
+  // open afterwards if it is to be received later.
   [[nodiscard]] bool can_return_by_route(const PlanData& plan, const CombineLaunch& launch) const;
   void combine_by_route(
       const Plan& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
-  // Queues what is still to be done of the call that has only sent, if there is one. Every call
-  // begins with it. Throws Error (kUnsupported) where one of the two is inside a capture: a replay
-  // would repeat half of a call.
+  // Queues the rest of a call that has only sent, if any. Every call begins so. Throws Error
+  // (kUnsupported) where only one half is inside a capture: a replay would repeat half of a call.
   void receive_open(cudaStream_t stream);
-  // A combine likewise.
+  // Queue a combine likewise.
   void combine_by_stores(
       const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
   void combine_by_copies(
       const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
-  // Calls by copy engines: whether such rows go so, the next call's places, this rank's place in
-  // the memory of a peer, and the copies of as many rows as there are arrivals of each peer, or of
-  // `most_arrivals` where only the GPU knows.
+  // Calls by copy engines, in turn: whether `rows` go so; the next call's places; this rank's place
+  // in a peer's memory; copies of each peer's arrivals, or of `most_arrivals` rows where only the
+  // GPU knows.
   [[nodiscard]] bool goes_by_copies(
       const CopiedRows& rows, const CallOptions& call, cudaStream_t stream
   ) const;
@@ -405,7 +405,8 @@ class CudaExchange final : public Executor {
   PeerRegion staging_;
   CudaBuffer<std::byte> packed_;  // what copy engines carry to the peers, if they may
   uint32_t num_copies_ = 0;       // calls by copy engines; does not begin at 0, as epochs
-  // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
+  // Outgrown staging: freeing memory waits for the whole GPU, where a peer's kernel may wait for
+  // this rank.
   std::vector<PeerRegion> retired_;
   Op running_op_ = Op::kNone;
   uint32_t refused_plan_ = 0;  // the last call, if it was a plan that was given up

@@ -22,7 +22,7 @@ constexpr std::string_view kWaitedFor[] = {  // by WaitFor
     "marks of rows"};
 static_assert(std::size(kWaitedFor) == static_cast<size_t>(WaitFor::kMark) + 1);
 
-// The value of a signal: a call of this exchange, or what something else left there.
+// Names a signal's value: a call of this exchange, or what something else left there.
 std::string signal_text(const RankView& me, uint32_t value) {
   const uint32_t number = call_number(me, value);
   return static_cast<int32_t>(number) >= 0 ? fmt::format("{}", number)
@@ -99,7 +99,7 @@ std::string mismatch_text(const FaultRecord& fault, const RankView& me) {
   );
 }
 
-// A plan, graph or input that a call cannot use.
+// Describes a plan, graph or input that a call cannot use.
 std::string input_text(const FaultRecord& fault, const RankView& me) {
   switch (fault.kind) {
     case FaultKind::kOldPlan:

@@ -19,7 +19,7 @@ struct ControlSurvey {
   std::string refusal = {};  // why the peer refused, if it said so
 };
 
-// Number of a call as its caller counts it, of the epoch that `me`'s exchange gave it.
+// Returns the number by which a caller counts the call to which `me`'s exchange gave `epoch`.
 [[nodiscard]] uint32_t call_number(const RankView& me, uint32_t epoch);
 [[nodiscard]] std::string fault_text(
     const FaultRecord& fault, const RankView& me, const ControlSurvey& survey = {}

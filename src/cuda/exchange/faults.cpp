@@ -269,8 +269,8 @@ bool CudaExchange::clear_fault(uint32_t epoch, std::optional<cudaStream_t> strea
   return true;
 }
 
-// Why a peer has refused the call. What its GPU found its host posts a moment later; for a plan
-// that decides whether all grow.
+// Returns why a peer has refused the call. Its host posts what its GPU found a moment later; for a
+// plan, that decides whether all grow.
 std::optional<Refusal> CudaExchange::awaited_reason(const FaultRecord& refused) const {
   const Deadline deadline(std::chrono::seconds(1));
   std::optional<Refusal> reason = refusals_->reason(refused.peer, refused.epoch);

@@ -14,7 +14,7 @@ constexpr int kForgetThreads = 256;
 constexpr uint64_t kMostHeld = 20;  // deadlines of a wait, should the host never answer; a guess
 
 // One warp tells the peers that this rank has all of its calls up to `last`, and waits until they
-// say the same. False if it is stopped.
+// say the same. Returns false if it is stopped.
 __device__ bool meet_peers(const RankView& me, uint64_t last, bool waits) {
   const int peer = lane_index();
   const auto epoch = static_cast<uint32_t>(last);
@@ -35,7 +35,7 @@ __device__ bool meet_peers(const RankView& me, uint64_t last, bool waits) {
   return __all_sync(kAllLanes, is_met);
 }
 
-// One thread keeps back what is queued behind, until the call has been made again.
+// One thread holds back the work behind the gate until the call has been made again.
 __device__ void hold(const GateLaunch& call) {
   const RankView& me = call.me;
   auto* gate = static_cast<volatile GateState*>(&me.local->gate);

@@ -25,7 +25,7 @@ struct WaitingThreads {
   std::mutex mutex;
   std::map<std::thread::id, const LossWatch*> where;
 
-  // -> what was there.
+  // Returns what was there.
   const LossWatch* set(std::thread::id thread, const LossWatch* now) {
     const std::lock_guard lock(mutex);
     return std::exchange(where[thread], now);
@@ -123,9 +123,9 @@ void LossWatch::look() {
   kernels_.stop();
 }
 
-// It answers for void calls only if others have begun to agree and the thread that calls waits
-// elsewhere, not here for its turn. A rank that has heard of a loss, and of another one before its
-// next call, says that it has gone on from the first, and made no call since.
+// Answers for void calls only if others have begun to agree and the calling thread waits elsewhere,
+// not here for its turn. A rank that has heard of a loss, and of another one before its next call,
+// says that it has gone on from the first, and made no call since.
 void LossWatch::answer() {
   const std::lock_guard lock(mutex_);
   const bool repeats = kernels_.repeats.make != nullptr;
@@ -178,7 +178,7 @@ void LossWatch::answer() {
   }
 }
 
-// It has gone on from what was answered, and made no call since.
+// This rank has gone on from the answer and made no call since.
 LossWatch::Calls LossWatch::calls_since_answer() const {
   return {.last = answered_->last + 1, .first_void = answered_->last + 2};
 }
@@ -364,7 +364,7 @@ void LossWatch::meet(const Connect& connect) {
   meet_at_last("rejoin", connect);
 }
 
-// It ends on all members with the same of them, whoever is lost meanwhile.
+// Ends on all members with the same members, whoever is lost meanwhile.
 void LossWatch::meet_at_last(std::string_view op, const Connect& connect) {
   for (bool is_over = false; !is_over;) {
     try {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How ranks on GPUs go on without those that are lost (PeerLoss::kShrink). A thread sees that one
-// is lost and ends the waits of this rank's kernels, whatever its host does; the host's next call
-// agrees with the hosts of all that are left on which calls are to be made again. Nothing is
+// How ranks on GPUs go on without those that are lost (PeerLoss::kShrink). A thread sees that a
+// rank is lost and ends the waits of this rank's kernels, whatever its host does; the host's next
+// call agrees with the hosts of all that are left on which calls are to be made again. Nothing is
 // repaired inside a call, as what is queued behind it may have read it already.
 //
 // Ranks that use several exchanges may come to different ones first, and would wait for each other
@@ -55,13 +55,13 @@ class LossWatch {
   };
   // How calls are made again (PeerLoss::kRepeat), by the thread that watches; all or none are set.
   struct Repeats {
-    // Keeps the thread that calls from it meanwhile. False: that is at it.
+    // Keeps the calling thread from making calls. False: it is making one.
     std::function<bool()> try_lock;
     std::function<void()> unlock;
     std::function<std::optional<Late>()> late;
     // Once ranks are lost: goes on without them and makes calls again.
     std::function<void(const Agreement&)> make;
-    // Calls are void after all; the caller's next one hears of it.
+    // Makes calls void after all; the caller's next call hears of it.
     std::function<void()> release;
   };
   // Connects the members anew, by an all_gather among them.
@@ -70,8 +70,8 @@ class LossWatch {
   struct Kernels {
     // Ends their waits, and all that is queued behind them.
     std::function<void()> stop;
-    // Returns the rank's calls after that, nothing while kernels still run. The rank makes no call
-    // meanwhile.
+    // Returns the rank's calls after stop(), nothing while kernels still run. The rank makes no
+    // call meanwhile.
     std::function<std::optional<Calls>()> calls;
     // Called like that of meet(), once ranks are lost and calls are agreed on; null: the others are
     // reached as before.
@@ -86,8 +86,8 @@ class LossWatch {
   );
   ~LossWatch();  // this rank leaves
 
-  // While it lives, the thread waits for other ranks in an exchange, whose watch may be null; the
-  // watches of its other exchanges answer for it.
+  // Says, while it lives, that this thread waits for other ranks in the exchange of watch `where`
+  // (may be null), so that the watches of its other exchanges answer for it.
   class Wait {
    public:
     explicit Wait(const LossWatch* where);
@@ -101,57 +101,57 @@ class LossWatch {
   };
 
   // --- any thread ---
-  // Ranks are lost, and the kernels have been stopped.
+  // Returns whether ranks are lost and the kernels stopped.
   [[nodiscard]] bool has_news() const { return has_news_.load(std::memory_order_acquire); }
   // Waits for has_news(), but not longer than `at_most`. Returns has_news().
   [[nodiscard]] bool await_news(std::chrono::milliseconds at_most) const;
-  // A rank has ended its exchange: a call that needs it will not end.
+  // Returns whether a rank has ended its exchange: a call that needs it will not end.
   [[nodiscard]] bool has_left() const { return has_left_.load(std::memory_order_relaxed); }
   [[nodiscard]] CallReport report() const;  // as this rank's last call was told
-  // A watch has agreed in this rank's place, or could not, and settle() will say so. Waits for one
-  // that is about to.
+  // Returns whether the watch has agreed in this rank's place, or could not, as settle() will say.
+  // Waits for an agreement under way.
   [[nodiscard]] bool has_answered() const {
     const std::lock_guard lock(mutex_);
     return answered_ || answer_error_ || is_no_loss_ || are_void_;
   }
-  // Others shall not wait for this rank any more.
+  // Makes others stop waiting for this rank.
   void leave();
   // See Exchange::mask().
   void mask(std::span<const int> ranks);
 
   // --- the thread that calls, once this rank's kernels have ended ---
-  // It is this one from now on.
+  // Makes this thread the calling one.
   void follow_caller() { caller_.store(std::this_thread::get_id(), std::memory_order_relaxed); }
-  // Waits until those that are left are agreed on. `late`: a rank that has not begun the call
-  // within the deadline, and is given up unless it is a thread of this process. Nothing: no rank is
-  // lost. Throws PeerError if this rank is, TimeoutError if others have not come.
+  // Waits until the ranks agree who is left. `late`: a rank that has not begun the call within the
+  // deadline, and is given up unless it is a thread of this process. Returns nothing if no rank is
+  // lost. Throws PeerError if this rank is lost, TimeoutError if others have not come.
   [[nodiscard]] std::optional<Agreement> settle(
       std::string_view op, ErrorCode cause, const Calls& own, std::optional<int> late = std::nullopt
   );
-  // Waits until all members are here, with their calls ended. Otherwise as settle(): ranks are
-  // lost, and who is here has no more to say than those that are in a call.
+  // Waits until all members are here with their calls ended. If ranks are lost, agrees as settle()
+  // does, also with members that are in a call.
   [[nodiscard]] std::optional<Agreement> assemble(std::string_view op, const Calls& own);
-  // A bit for each rank that was none of them then; of at most 32 ranks.
+  // Returns a bit for each rank, of at most 32, that is lost by report().
   [[nodiscard]] uint32_t lost() const;
-  // `transport`: by which the exchange is made, as Survival has it.
+  // `transport` is the exchange's, as Survival has it.
   [[nodiscard]] std::string invitation(std::string_view transport) const {
     return survival_.invitation(transport);
   }
   [[nodiscard]] bool has_ended(int rank) const;
-  // Waits until new processes that take the places of these lost ranks are members, and then meets
-  // all members. -> which of them did not ask for it in time. Throws what `connect` does; then this
-  // rank has left.
+  // Waits until new processes in the places of lost `ranks` are members, then connects all members.
+  // Returns which of `ranks` did not ask in time. Throws what `connect` does; then this rank has
+  // left.
   [[nodiscard]] std::vector<int> readmit(std::span<const int> ranks, const Connect& connect);
-  // Before and after that, as Survival has them.
+  // Check before and after readmit(), as Survival does.
   void check_lost(std::span<const int> ranks) const;
   void check_back(std::span<const int> ranks, std::span<const int> missing) const;
-  // A rank that joins again meets the members. `connect` is called on all members, once more with
-  // those that are left if ranks are lost meanwhile; what lost ones say in an all_gather of its
-  // group is what this rank says.
+  // Connects a rank that joins again with the members. `connect` is called on all members, once
+  // more with those that are left if ranks are lost meanwhile; in an all_gather of its group this
+  // rank's block stands for those of lost ranks.
   void meet(const Connect& connect);
-  // The kernels may be stopped again.
+  // Lets the kernels be stopped again.
   void resume();
-  // Throws Error (kRanksLost) of the call in which they were, by `now`, after telling `on_loss`.
+  // Tells `on_loss`, then throws Error (kRanksLost) of `op`, in which the ranks of `now` were lost.
   [[noreturn]] void raise(
       std::string_view op,
       const CallReport& now,
@@ -163,17 +163,16 @@ class LossWatch {
   void look();
   // Agrees with the others in place of the thread that calls.
   void answer();
-  // This rank's calls after it has answered_, and how an agreement of those that are left since
-  // changes the answer.
+  // Return this rank's calls since answered_, and add a later agreement to that answer.
   [[nodiscard]] Calls calls_since_answer() const;
   void add_to_answer(const Agreement& agreement);
-  // The members agree who is lost, after a call of which `late` has not been part, or which has
-  // failed because of `cause`. Returns whether any rank is.
+  // Agrees with the members who is lost, after a call that `late` was no part of or that failed
+  // because of `cause`. Returns whether any rank is lost.
   [[nodiscard]] bool settle_members(std::string_view op, ErrorCode cause, std::optional<int> late);
-  // Agrees on the calls, once others are members.
+  // Agrees on the calls with the members that are left.
   [[nodiscard]] Agreement agree_on_calls(std::string_view op, const Calls& own);
   void meet_at_last(std::string_view op, const Connect& connect);
-  // This rank's call is told who the members are.
+  // Records for report() who the members are.
   void tell();
 
   Context context_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CudaExchange among fewer and fewer ranks.
+// Lets a CudaExchange go on when ranks are lost.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -58,7 +58,7 @@ void CudaExchange::stop() {
   }
 }
 
-// All of them have ended. A call that was cut short is void, and so is whatever came after it.
+// All calls have ended. One that was cut short is void, and so is every later one.
 LossWatch::Calls CudaExchange::own_calls() const {
   const auto now = read_gpu<LocalState>(own_->local.get(), quiet_stream());
   const uint64_t last = uint64_t{now.epoch_high} << 32 | now.epoch;

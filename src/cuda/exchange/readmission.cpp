@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CudaExchange takes new processes into the places of ranks that are lost, and is one of them.
+// Takes new processes into the places of lost ranks, and joins as one of them.
 #include "cuda/exchange/readmission.hpp"
 
 #include <fmt/format.h>
@@ -66,7 +66,7 @@ uint32_t all_but(const Meeting& who, int num_ranks) {
 
 }  // namespace
 
-// A rank that is lost meanwhile has left nothing here: everything is made again.
+// Makes everything again, so that nothing of a rank lost meanwhile is left.
 void CudaExchange::meet_as_newcomer(const Group& group, const Meeting& who) {
   own_.reset();
   plans_.reset();
@@ -110,7 +110,7 @@ void CudaExchange::meet_newcomers(const Group& group, const Meeting& who) {
   });
 }
 
-// A rank that is lost and was never met has memory of nobody's here, where kernels may store.
+// A lost rank that was never connected gets dummy memory here, where kernels may store.
 bool CudaExchange::find_control() {
   bool has_moved = false;
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
@@ -173,7 +173,7 @@ void CudaExchange::rejoin(const Group& group, const Invitation& invitation) {
   losses_->resume();
 }
 
-// Like a call: it ends in the same way, and with the same members, on all that are left.
+// Ends like a call: in the same way and with the same members on all ranks that are left.
 void CudaExchange::readmit(std::span<const int> ranks) {
   if (!losses_) {
     Executor::readmit(ranks);

@@ -21,11 +21,11 @@ struct Facts {
   std::array<int64_t, 5> config = {};
 };
 
-// hidden, max_tokens, num_experts, max_topk, copy_engines
+// Returns hidden, max_tokens, num_experts, max_topk, copy_engines.
 [[nodiscard]] std::array<int64_t, 5> sizes_of(const ExchangeConfig& config);
 
-// Collective, among `who`. Returns what the ranks that were there before know. Throws Error
-// (kPeerFailed) if none of them is left, kInvalidArgument if their config is not this rank's.
+// Collective, among `who`. Returns the facts of the ranks that were there before. Throws Error
+// (kPeerFailed) if none of these is left, kInvalidArgument if their config is not this rank's.
 [[nodiscard]] Facts gather_facts(const Group& group, const Meeting& who, const Facts& own);
 
 }  // namespace weft

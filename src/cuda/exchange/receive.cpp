@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second half of a call that has only sent (CallOptions::receives_later), when it is asked for
-// or the next call begins. Before: dispatch/call.cpp, combine/call.cpp.
+// Queues the second half of a call that has only sent (CallOptions::receives_later), when asked to
+// or when the next call begins. Before: dispatch/call.cpp, combine/call.cpp.
 #include <variant>
 
 #include "cuda/exchange/exchange.hpp"

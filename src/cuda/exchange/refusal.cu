@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call that this rank refuses before its kernel: peers must hear of it instead of waiting.
+// Tells peers of a call that this rank refuses before its kernel, so that none waits.
 #include "cuda/device/kernel.cuh"
 #include "cuda/device/wait.cuh"
 #include "cuda/layout/launch.hpp"

@@ -17,7 +17,7 @@ constexpr uint64_t kIsThere = uint64_t{1} << 32;  // no number of a call has tha
 
 }  // namespace
 
-// Memory that is all zero is an empty entry. `stamp` says whose text it is and is 0 while that
+// Memory that is all zero is an empty entry. `stamp` names the text's call and is 0 while the text
 // changes.
 struct RefusalBoard::Entry {
   std::atomic<uint64_t> stamp;

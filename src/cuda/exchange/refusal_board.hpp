@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Why ranks refuse calls or break them off, in host memory that all ranks of a domain map. A
-// refusal itself travels from GPU to GPU; its text is here before, so that whoever has seen the one
-// finds the other.
+// Says why ranks refuse calls or break them off, in host memory that all ranks of a domain map. A
+// refusal itself travels from GPU to GPU; its text is here before, so that a rank that has seen the
+// refusal finds it.
 #pragma once
 
 #include <atomic>
@@ -20,18 +20,19 @@ class RefusalBoard {
   // Collective. Throws the same Error on every rank if any cannot map the memory of another.
   explicit RefusalBoard(const Group& group);
 
-  // `call`: its number on the GPUs. It replaces what was said eight calls before.
+  // Posts why this rank refuses `call`, a number on the GPUs; replaces the post of eight calls
+  // before.
   void post(uint32_t call, const Refusal& reason) const;
-  // Nothing if that rank has said none, as yet for what its GPU found, or if it is gone.
+  // Returns nothing if `rank` has posted none (yet), or if a later post has replaced it.
   [[nodiscard]] std::optional<Refusal> reason(int rank, uint32_t call) const;
-  // This rank's caller has interrupted that call, and makes no other.
+  // Posts that this rank's caller has interrupted `call` and makes no other.
   void interrupt(uint32_t call) const;
-  // The call that was interrupted on that rank, if one was.
+  // Returns the call that was interrupted on `rank`, if any.
   [[nodiscard]] std::optional<uint32_t> interrupted(int rank) const;
 
  private:
   struct Entry;
-  // Behind the entries of a rank; 0: no call of it was interrupted.
+  // Returns the word behind a rank's entries; 0: none of its calls was interrupted.
   [[nodiscard]] std::atomic<uint64_t>& interrupt_of(int rank) const;
   [[nodiscard]] Entry& entry(int rank, uint32_t call) const;
 

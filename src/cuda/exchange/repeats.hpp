@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls on a GPU that can be made again while their caller waits for its stream
-// (PeerLoss::kRepeat): what their launches were, and the lock that keeps the thread that calls and
-// the one that watches for losses (loss_watch.hpp) apart. losses.cpp makes them again.
+// Keeps the launches of calls that can be made again while their caller waits for its stream
+// (PeerLoss::kRepeat), and the lock between the calling thread and the one that watches for losses
+// (loss_watch.hpp). losses.cpp makes the calls again.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,7 +23,7 @@ namespace weft {
 class CallRepeats {
  public:
   using Launch = std::function<void(cudaStream_t)>;
-  // Gates, with what the caller launches between; about a thousand launches fill a queue. A guess.
+  // Most gates that the caller may be ahead; about a thousand launches fill a queue. A guess.
   static constexpr uint64_t kMostAhead = 8;
 
   CallRepeats(int gpu, const Context& context);
@@ -50,7 +50,7 @@ class CallRepeats {
   [[nodiscard]] bool try_lock();
   void lock();
   void unlock();
-  // Runs `wait` without what this thread has locked: it may need calls to be made again.
+  // Runs `wait` with this thread's locks given up: calls may have to be made again meanwhile.
   template <class Wait>
   void unlocked(const Wait& wait) {
     const int depth = depth_;
@@ -69,9 +69,9 @@ class CallRepeats {
   void keep(Launch launch, const PlanView& plan = {});
   // Forgets the launches since the last gate: they are captured, or void.
   void drop() { open_ = {}; }
-  // So many calls since the last gate are queued, and a gate comes behind them. -> its number.
+  // Notes a gate behind the `num_calls` queued since the last gate. Returns its number.
   uint64_t close(int num_calls);
-  // The calls before a gate that holds, null if there is no such gate.
+  // The calls before a gate; find() returns null if there is no such gate.
   struct Group {
     uint64_t number = 0;
     int num_calls = 0;
@@ -80,9 +80,9 @@ class CallRepeats {
     std::vector<PlanView> plans;  // that they follow: their holders may have let go of them
   };
   [[nodiscard]] const Group* find(uint64_t number) const;
-  // Calls by it may come after a loss.
+  // Keeps a plan by which calls may come after a loss.
   void keep_plan(const std::shared_ptr<const DevicePlan>& plan, const PlanView& view);
-  // Plans that are alive or followed by what is queued go on without lost ranks, in stream().
+  // Takes lost ranks out of plans that are alive or that queued calls follow, in stream().
   void forget_lost(const RankView& me) const;
 
   // Returns whether the thread that calls is so many gates ahead of its GPU that it has to wait.
@@ -96,10 +96,10 @@ class CallRepeats {
     const uint64_t held = *static_cast<volatile uint64_t*>(done_.get() + 1);
     return held != 0 && held != opened_.load(std::memory_order_relaxed);
   }
-  // The gate with this number opens once its calls have been made again.
+  // Notes that gate `number` opens once its calls have been made again.
   void open(uint64_t number) { opened_.store(number, std::memory_order_relaxed); }
   [[nodiscard]] uint64_t* done() const { return done_.get(); }
-  // Repetitions run in it, and all that the host does while a gate holds another stream.
+  // Returns the stream of repetitions and of the host's work while a gate holds another stream.
   [[nodiscard]] cudaStream_t stream() const { return stream_.get(); }
 
   std::atomic<bool> is_unheard = false;  // calls were made again since the caller was last told

@@ -31,7 +31,7 @@ int total(const RoleBlocks& blocks) {
   return blocks.first + blocks.second;
 }
 
-// How far apart two sizes are.
+// Returns the larger size over the smaller.
 double factor(int64_t a, int64_t b) {
   return static_cast<double>(std::max(a, b)) / static_cast<double>(std::min(a, b));
 }
@@ -67,7 +67,7 @@ bool fits(const TunedSplit& one, const CallSize& size) {
   return one.op == size.op && one.one_row == size.one_row && total(one.blocks) <= size.num_sms;
 }
 
-// The best of the splits that fit and were measured with `num_ranks`, of which there is one.
+// Returns the best split that fits and was measured with `num_ranks`; there must be one.
 TunedSplit best_split(const std::vector<TunedSplit>& tuning, const CallSize& size, int num_ranks) {
   std::vector<TunedSplit> splits;
   std::ranges::copy_if(tuning, std::back_inserter(splits), [&](const TunedSplit& one) {
@@ -79,8 +79,8 @@ TunedSplit best_split(const std::vector<TunedSplit>& tuning, const CallSize& siz
   const TunedSplit fastest = std::ranges::min(splits, {}, [&](const TunedSplit& one) {
     return std::pair(distance(one), one.us);
   });
-  // Among those that are as fast it takes the one with most blocks: where few blocks run is
-  // decided by chance.
+  // Of splits as fast, the one with most blocks is taken: where few blocks run is decided by
+  // chance.
   std::erase_if(splits, [&](const TunedSplit& one) {
     return distance(one) != distance(fastest) || one.us > kNearly * fastest.us;
   });

@@ -34,9 +34,9 @@ struct TunedSplit {
   bool operator==(const TunedSplit&) const = default;
 };
 
-// tuning.json, which was measured on 2 and 4 x H200.
+// Returns tuning.json, measured on 2 and 4 x H200.
 [[nodiscard]] const std::vector<TunedSplit>& built_in_tuning();
-// A file that `weft tune` wrote. Throws Error (kFile).
+// Loads a file that `weft tune` wrote. Throws Error (kFile).
 [[nodiscard]] std::vector<TunedSplit> load_tuning(const std::string& path);
 // Returns the splits that some call would take.
 [[nodiscard]] std::vector<TunedSplit> useful_splits(const std::vector<TunedSplit>& tuning);
@@ -53,15 +53,14 @@ struct CallSize {
   friend bool operator==(const CallSize&, const CallSize&) = default;
 };
 
-// For a combine of few tokens, whose latency decides: as many blocks that sum as all tokens need at
-// the same time, at `at_once` each; none if that is more than half. Pure.
+// For a combine of few tokens, whose latency decides: returns as many summing blocks as all tokens
+// need at the same time, at `at_once` each; none if that is more than half. Pure.
 [[nodiscard]] std::optional<RoleBlocks> blocks_of_short_combine(
     int num_sms, int64_t num_tokens, int at_once
 );
 
-// The numbers of ranks from which the split of a call comes. They are equal where its own number
-// was measured, and where it is smaller or larger than all that were. They are 0 where nothing
-// fits.
+// Numbers of ranks from which a call's split comes. They are equal where the call's own number was
+// measured or lies outside all that were, and 0 where nothing fits.
 struct MeasuredRanks {
   int below = 0;
   int above = 0;
