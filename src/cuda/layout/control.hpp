@@ -95,8 +95,8 @@ struct SignalSlots {
   [[nodiscard]] WEFT_HD constexpr uint32_t combine(int source, int chunk) const {
     return num_ranks * max_chunks + dispatch(source, chunk);
   }
-  // These two hold no epoch but the number of the copies of a call: a stream raises the one behind
-  // them, the kernel before them the other.
+  // copied() and copying() hold the number of a call's copies, no epoch: a stream raises copied()
+  // behind the copies, the kernel before them copying().
   [[nodiscard]] WEFT_HD constexpr uint32_t copied(uint32_t source) const {
     return 5 * num_ranks + 2 * num_ranks * max_chunks + source;
   }
@@ -106,7 +106,7 @@ struct SignalSlots {
   [[nodiscard]] WEFT_HD constexpr uint32_t second_word(uint32_t epoch, uint32_t source) const {
     return copying(num_ranks) + epoch % 2 * num_ranks + source;
   }
-  // The source has all that it needs of its calls up to this one (GateState).
+  // Says that the source has all that it needs of its calls so far (GateState).
   [[nodiscard]] WEFT_HD constexpr uint32_t whole(uint32_t source) const {
     return second_word(1, num_ranks) + source;
   }

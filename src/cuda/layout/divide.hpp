@@ -9,8 +9,8 @@
 namespace weft {
 
 // Division by a number that is known only at run time, without a divide: exact for values and
-// divisors below 2^16. To make one takes a divide, so hosts make those that a kernel would need at
-// its begin.
+// divisors below 2^16. Making a FastDivide takes a divide, so hosts make those that a kernel would
+// need at its begin.
 class FastDivide {
  public:
   FastDivide() = default;

@@ -50,7 +50,7 @@ struct PlanLaunch {
 };
 
 [[nodiscard]] uint64_t plan_scratch_bytes(const PlanMap& map);
-// Once per device and before any capture.
+// Called once per device, before any capture.
 void prepare_plan(const PlanMap& map);
 void launch_plan(const PlanLaunch& call, cudaStream_t stream);
 // One block waits for the records of the call that made `plan`. The plan's has_records() says
@@ -188,7 +188,7 @@ static_assert(
   return call.me.num_ranks == 1 && !call.one_row && call.payload.wire == Wire::kNone;
 }
 
-// This rank's handshake of a call, except for what only the device knows.
+// Returns this rank's handshake of a call, except for what only the device knows.
 [[nodiscard]] WEFT_HD inline DeviceHandshake word_of(const DispatchLaunch& call) {
   DeviceHandshake word;
   word.op = Op::kDispatch;
@@ -208,7 +208,7 @@ static_assert(
   return word;
 }
 
-// Tokens that one block of combine's summing role works on at the same time.
+// Returns how many tokens one block of combine's sum role works on at the same time.
 [[nodiscard]] int sums_at_once(const CombineLaunch& call, int64_t num_tokens);
 
 // Microseconds of waits that are added to sums: for each of `count` ranks what the host knows and,
@@ -222,7 +222,7 @@ struct WaitSums {
   int64_t host_us[kMaxDomainRanks] = {};
 };
 
-// Each once per device and before any capture.
+// Each is called once per device, before any capture.
 void prepare_dispatch();
 void prepare_copied_dispatch();
 void prepare_routed_dispatch();
@@ -236,10 +236,11 @@ void prepare_waits();
 void prepare_gate();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
 void launch_routed_dispatch(const RoutedDispatchLaunch& call, CallPart part, cudaStream_t stream);
-// The rows of such a call, once more, before the next call.
+// Places the rows of a routed dispatch again, before the next call.
 void launch_place_rows(const DispatchLaunch& call, int num_blocks, cudaStream_t stream);
 void launch_balanced_dispatch(const BalancedDispatchLaunch& call, cudaStream_t stream);
-// Shared memory that its blocks need, beside kMostStaticShared, for up to so many routes of a rank.
+// Returns the shared memory that its blocks need, beside kMostStaticShared, for up to `num_routes`
+// of a rank.
 [[nodiscard]] uint64_t balanced_shared_bytes(const PlanMap& map, uint32_t num_routes);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
 void launch_topk_combine(const CombineLaunch& call, cudaStream_t stream);  // SumOrder::kTopk
@@ -248,10 +249,10 @@ void launch_topk_combine(const CombineLaunch& call, cudaStream_t stream);  // Su
 void launch_combine_by_route(const CombineLaunch& call, CallPart part, cudaStream_t stream);
 // One block waits for all marks of call.ready.
 void launch_await_marks(const CombineLaunch& call, cudaStream_t stream);
-// With payload.wire.
+// Launches a combine with payload.wire.
 void launch_coded_combine(const CombineLaunch& call, cudaStream_t stream);
 
-// The kernels of a call by copy engines: one before the copies, one after them.
+// Launch the kernels of a call by copy engines: one before the copies, one after them.
 void launch_dispatch_pack(const DispatchLaunch& call, cudaStream_t stream);
 void launch_combine_pack(const CombineLaunch& call, cudaStream_t stream);
 void launch_dispatch_fan_out(const DispatchLaunch& call, cudaStream_t stream);
@@ -272,8 +273,8 @@ struct GateLaunch {
   bool is_repeated = false;  // behind calls made again, while the gate of the first time holds
 };
 void launch_gate(const GateLaunch& call, cudaStream_t stream);
-// A plan of before ranks were lost becomes one of now: its routes to them have no row, and they
-// have no tokens in it. Its rows stay where they are.
+// Takes lost ranks out of an older plan: its routes to them have no row, and they have no tokens in
+// it. Its rows stay where they are.
 void launch_forget_lost(const RankView& me, const PlanView& plan, cudaStream_t stream);
 
 }  // namespace weft

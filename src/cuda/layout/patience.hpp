@@ -11,11 +11,11 @@
 
 namespace weft {
 
-// Looks are at the lower half of a clock's nanoseconds. Each counts for at most `most`, so that a
-// jump, back or forth, costs one look.
+// Adds up time between looks at the lower half of a clock's nanoseconds. Each look counts for at
+// most `most`, so that a jump, back or forth, costs one look.
 class Patience {
  public:
-  // Returns the most nanoseconds that a look counts for where waits have that deadline: at most a
+  // Returns the most nanoseconds that a look counts for where waits have `deadline`: at most a
   // second, and so little that no wait is over before the third look.
   static constexpr uint32_t most_of(uint64_t deadline) {
     return static_cast<uint32_t>(std::min<uint64_t>(deadline / 2, 1'000'000'000));
@@ -23,7 +23,7 @@ class Patience {
 
   WEFT_HD explicit Patience(uint32_t now) : last_(now) {}
 
-  // The nanoseconds at a further look.
+  // Returns the nanoseconds waited until this look.
   WEFT_HD uint64_t look(uint32_t now, uint32_t most) {
     const uint32_t step = now - last_;  // a clock that was set back seems to have gone far
     last_ = now;

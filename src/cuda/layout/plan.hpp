@@ -238,8 +238,8 @@ struct PlanView {
   }
   [[nodiscard]] WEFT_HD uint32_t* has_records() const { return at<uint32_t>(map.has_records); }
 
-  // The expert that a token has chosen whose rows a physical expert has. plan/plan_data.hpp has the
-  // same for the host.
+  // Returns the chosen expert whose rows a physical expert has. plan/plan_data.hpp does the same on
+  // the host.
   [[nodiscard]] WEFT_HD int32_t chosen_expert(int32_t physical) const {
     if (map.replicas == 0) {
       return physical;
