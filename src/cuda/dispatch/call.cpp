@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// dispatch on a GPU: decides where this rank's rows shall be written, then one kernel; or the steps
-// of a call by copy engines (copy_engines/copies.cpp); or plan and dispatch in one launch, where
-// tokens are few, or in one for what is sent and one for the rest. Previous in the data flow:
+// dispatch on a GPU: decides where this rank's rows shall be written, then queues one kernel; or
+// the steps of a call by copy engines (copy_engines/copies.cpp); or, for few tokens, plan and
+// dispatch in one launch, or in one that sends and one for the rest. Previous in the data flow:
 // plan/call.cpp, or the router; next: dispatch.cu, or fused.cu.
 #include <algorithm>
 
@@ -12,7 +12,7 @@
 namespace weft {
 namespace {
 
-// Most arrivals that this rank can get. Without a budget each has a row of the output.
+// Returns the most arrivals that this rank can get. Without a budget each has an output row.
 int64_t most_arrivals(const PlanData& plan, int64_t max_tokens) {
   const int64_t all = max_tokens * plan.shape.num_ranks;
   return plan.shape.options.row_budget || plan.shape.options.layout == Layout::kExpertStrided
@@ -20,7 +20,7 @@ int64_t most_arrivals(const PlanData& plan, int64_t max_tokens) {
              : std::min(all, plan.num_rows);
 }
 
-// Blocks among which each rank's tokens are shared: as many as get a step of each of their warps,
+// Returns how many blocks share each rank's tokens: one per 64 tokens, a step of each of its warps,
 // within a quarter of all blocks.
 int plan_parts(int64_t max_tokens, int num_ranks, int num_blocks) {
   constexpr int64_t kPartTokens = 64;

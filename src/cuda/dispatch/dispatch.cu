@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch on a GPU, one launch whose blocks have two roles: the first push this rank's rows to its
 // peers (push.cuh), the others fan out the rows that have come (fan_out.cuh), and the first join
-// them when they are through. Before: dispatch/call.cpp; after: the caller's experts.
+// the others when done pushing. Before: dispatch/call.cpp; after: the caller's experts.
 #include "cuda/device/kernel.cuh"
 #include "cuda/dispatch/fan_out.cuh"
 #include "cuda/dispatch/push.cuh"

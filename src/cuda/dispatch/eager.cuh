@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fan-out role of a dispatch that makes its plan in the same launch (fused.cu): a warp waits
 // for one token of one source and loads its part of the row while the plan is made, then stores it
-// to the token's slots on this rank. For a token without any it loads what an earlier call left in
-// memory, and stores nothing. Before: the push role of the source (push.cuh) and the plan
+// to the token's slots on this rank. For a token without slots it loads what an earlier call left
+// in memory, and stores nothing. Before: the push role of the source (push.cuh) and the plan
 // (plan/fused.cuh); after: the caller's experts.
 #pragma once
 
@@ -25,7 +25,7 @@ struct SeenPlan {
   __device__ void clear() { sizes = slots = shape = kNotYet; }
 };
 
-// All lanes of one warp set the flag.
+// Sets the flag, by all lanes of one warp.
 __device__ __forceinline__ void tell_block(uint32_t& flag, bool is_here) {
   is_here = __all_sync(kAllLanes, is_here);
   if (lane_index() == 0) {
@@ -142,7 +142,8 @@ class EagerFanOut {
     }
   }
 
-  // Waits for the slots. None if the call is given up, and none for which there is no room.
+  // Waits for the slots and fills them in: none if the call is given up, none beyond the output's
+  // room.
   __device__ __forceinline__ void find_slots(ArrivalRecords& records) const {
     int2 entry = {-1, 0};
     if (await_block(seen_.slots) && lane_index() < call_.topk) {
@@ -168,7 +169,7 @@ class EagerFanOut {
   }
 
  private:
-  // Warps that share an item, where there are fewer items than warps.
+  // Returns how many warps share an item where there are fewer items than warps.
   [[nodiscard]] __device__ __forceinline__ int num_parts(int items) const {
     constexpr int64_t kLeastPart = 1024;  // bytes; a guess
     int parts = 1;

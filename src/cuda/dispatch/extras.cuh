@@ -2,8 +2,8 @@
 // Extras that dispatch writes besides rows of tokens: a warp puts the weights, scale rows, sources
 // and experts of an item's arrivals where they belong, loading everything of an item before it
 // stores anything, so that it waits for memory once; and it zeroes the padding between an expert's
-// last row and the end of its block. Where an arrival has one row and that is there already, a part
-// of a warp does so much for an item. fan_out.cuh and eager.cuh call it.
+// last row and the end of its block. Where an arrival has one row, which is there already, a part
+// of a warp handles an item. fan_out.cuh and eager.cuh call it.
 #pragma once
 
 #include "call/scale_layout.hpp"
@@ -36,7 +36,7 @@ struct ScalePlace {
   int64_t step;  // from one word to the next
 };
 
-// word_bytes: kScaleWord where scales do not lie by row.
+// `word_bytes` is kScaleWord where scales do not lie by row.
 __device__ __forceinline__ ScalePlace
 scale_place(const DispatchLaunch& call, int32_t row, int word_bytes) {
   const int64_t bytes = call.payload.scale_bytes;
@@ -47,7 +47,7 @@ scale_place(const DispatchLaunch& call, int32_t row, int word_bytes) {
   return {call.out_scales + words.first, words.step};
 }
 
-// One warp writes what the plan, which is made, says of each expert's rows.
+// One warp writes how many rows each expert has, by the finished plan.
 __device__ __forceinline__ void tell_counts(const DispatchLaunch& call) {
   if (call.out_counts == nullptr && call.count_sums == nullptr) {
     return;
@@ -75,8 +75,8 @@ __device__ __forceinline__ void tell_no_counts(const DispatchLaunch& call) {
 
 class DispatchExtras {
  public:
-  // So many lanes, a power of two, have an item. They are a whole warp, but where an arrival has
-  // one row (rank_major).
+  // `lanes`, a power of two, share an item: a whole warp, unless an arrival has one row
+  // (rank_major).
   __device__ explicit DispatchExtras(const DispatchLaunch& call, int lanes = kWarpLanes)
       : call_(call), lanes_(lanes), lane_(lane_index() & (lanes - 1)) {
     const auto bits = reinterpret_cast<uintptr_t>(call.out_scales) |
@@ -85,7 +85,8 @@ class DispatchExtras {
     has_words_ = bits % sizeof(uint32_t) == 0;
   }
 
-  // `weights` [count, max_topk] and `scales`, rows of staged_scale_bytes(), as they were pushed.
+  // Moves an item's extras. `weights` [count, max_topk] and `scales`, rows of staged_scale_bytes(),
+  // lie as pushed.
   __device__ __forceinline__ void move(
       const ArrivalRecords& records, const float* weights, const std::byte* scales
   ) const {
@@ -149,8 +150,8 @@ class DispatchExtras {
     to[1] = records.token[i];
   }
 
-  // rank_major: the row of a token has the weights of all of its routes, zero where not kept here,
-  // and what each of them means here.
+  // rank_major: gives a token's row the weights of all its routes, zero where not kept here, and
+  // each route's local expert, -1 likewise.
   __device__ __forceinline__ void add_to_rows(const ArrivalRecords& records, const float* weights)
       const {
     const bool has_weights = call_.out_weights != nullptr;
@@ -252,7 +253,7 @@ class DispatchExtras {
     }
   }
 
-  // A peer wrote it during this kernel: never from a cache that could be older.
+  // Loads what a peer wrote during this kernel, never from a cache that could be older.
   template <class T>
   [[nodiscard]] static __device__ __forceinline__ T load_fresh(const T* address) {
     return *const_cast<const volatile T*>(address);
@@ -288,7 +289,7 @@ __device__ __forceinline__ void zero_row(const DispatchLaunch& call, int64_t row
   }
 }
 
-// One of `num_warps` warps says of its share of the rows behind the last one that they go nowhere.
+// Gives rows behind the last used one the expert -1; each of `num_warps` warps does its share.
 __device__ inline void clear_experts(const DispatchLaunch& call, int warp, int num_warps) {
   if (call.out_experts == nullptr) {
     return;
@@ -301,16 +302,16 @@ __device__ inline void clear_experts(const DispatchLaunch& call, int warp, int n
   }
 }
 
-// Each expert's padding is zeroed in so many parts. The number is a guess.
+// Parts in which each expert's padding is zeroed. A guess.
 inline constexpr int kPaddingParts = 8;
 
-// Parts of the padding of all experts.
+// Returns the parts of the padding of all experts.
 __device__ __forceinline__ int num_padding_parts(const DispatchLaunch& call) {
   const int num_experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());
   return call.has_padding ? kPaddingParts * num_experts : 0;
 }
 
-// One warp zeroes a part.
+// One warp zeroes part `part` of the padding.
 __device__ inline void zero_padding(const DispatchLaunch& call, int part) {
   const PlanView& plan = call.plan;
   const int num_experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());

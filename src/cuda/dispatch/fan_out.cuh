@@ -15,14 +15,14 @@ namespace weft {
 
 // Items that sources have sent, where they lie and when they are here: in this rank's staging,
 // packed by arrival, except for rows that sources wrote to their primary slots; or, with `kCopied`,
-// where copy engines have brought them. Those are all here when the kernel's roles begin.
+// where copy engines have brought them. Copied items are all here when the kernel's roles begin.
 template <bool kCopied>
 class ArrivedItems {
  public:
   __device__ ArrivedItems(const DispatchLaunch& call, const CallSetup& setup)
       : call_(call), setup_(setup) {}
 
-  // One lane, or all lanes of a warp, wait until the item is here. False if the call is given up.
+  // Wait, by one lane or all lanes of a warp, for the item. Return false if the call is given up.
   [[nodiscard]] __device__ __forceinline__ bool wait(int source, int chunk) const {
     return kCopied || wait_reached(call_.me, signal(source, chunk), setup_.epoch, site_of(source));
   }
@@ -31,7 +31,7 @@ class ArrivedItems {
            wait_reached_warp(call_.me, signal(source, chunk), setup_.epoch, site_of(source));
   }
 
-  // Returns whether rows lie there, too.
+  // Returns whether the items have rows, too.
   [[nodiscard]] __device__ __forceinline__ bool has_rows() const {
     return kCopied || call_.place == Place::kStaging;
   }
@@ -83,7 +83,7 @@ inline constexpr int kJoining = -1;  // number of a block
 template <bool kCopied>
 class DispatchFanOut {
  public:
-  // `block`: of those that have this role from the start. The blocks that push join them later, as
+  // `block` counts those that have this role from the start. Pushing blocks join later, as
   // kJoining.
   __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup, RoleBlock block)
       : call_(call), setup_(setup), me_(call.me), items_(call, setup) {
@@ -173,8 +173,8 @@ class DispatchFanOut {
   }
 
  private:
-  // The first items are those of the warps that have the role from the start; whoever is free takes
-  // one of the others.
+  // Returns the next item. The first go to the warps that have the role from the start; any free
+  // warp takes one of the others.
   [[nodiscard]] __device__ __forceinline__ int next_item(int index) const {
     if constexpr (kCopied) {
       return index + num_warps_;
@@ -186,9 +186,9 @@ class DispatchFanOut {
     return num_warps_ + static_cast<int>(__shfl_sync(kAllLanes, taken, 0));
   }
 
-  // Adds what travels beside rows that have come to their places already. It is little, so that the
-  // time goes into waiting for memory: a warp has several items at a time, each by as many lanes as
-  // a token has choices, or some more.
+  // Adds the extras of rows that are at their places already. Most time goes into waiting for
+  // memory, so a warp has several items at a time, each on as many lanes as a token has choices, or
+  // some more.
   __device__ void add_to_rows(int items) {
     constexpr int kLeastLanes = 8;  // a guess
     int lanes = kLeastLanes;
@@ -215,7 +215,7 @@ class DispatchFanOut {
     }
   }
 
-  // Waits until all items are here, with nothing to be added: the call must not end before. A lane
+  // Waits until all items are here, where they have no extras: the call must not end before. A lane
   // waits for one item at a time.
   __device__ __forceinline__ void wait_for_all(int items) const {
     const int lanes = num_warps_ * kWarpLanes;
@@ -228,7 +228,7 @@ class DispatchFanOut {
     }
   }
 
-  // Returns what `lane`, of those that have an item, knows of it.
+  // Returns the records of item `index` that `lane` of its lanes holds.
   [[nodiscard]] __device__ __forceinline__ Records
   load_records(int index, int items, int lane) const {
     Records records;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A plan and the dispatch by it in one launch, for calls of few tokens, where latency decides. The
 // first blocks make the plan (plan/fused.cuh). Meanwhile the others push eager rows to places that
-// need no plan (push.cuh) and then, with the plan, fan them out (eager.cuh). Or two launches, one
-// for what goes out, which waits for nobody, and one for all the rest. With replicas the blocks
-// that push wait for the others to find out where rows go, so that there is one launch only.
-// Before: dispatch/call.cpp; after: the caller's experts.
+// need no plan (push.cuh) and then, with the plan, fan them out (eager.cuh). Or two launches: one
+// for what goes out, which waits for no rank, and one for the rest. With replicas, pushing blocks
+// wait until the planning blocks know where rows go, so that there is one launch only. Before:
+// dispatch/call.cpp; after: the caller's experts.
 #include <algorithm>
 #include <type_traits>
 
@@ -24,12 +24,12 @@ static_assert(
 );
 static_assert(kRoutedThreads >= kRoleThreads + 2 * kWarpLanes && kRoutedThreads <= kMaxPlanThreads);
 
-// Two more warps of a block that moves rows, after the one that signals. Only one block uses the
-// second, for the handshakes.
+// Two more warps of a block that moves rows, after the signalling one. Only one block uses
+// kWordWarp, for the handshakes.
 constexpr int kWatchWarp = kMoverWarps + 1;
 constexpr int kWordWarp = kMoverWarps + 2;
 
-// All threads of a block find the addresses of eager rows, which no peer has to tell.
+// Sets, by all threads of a block, the addresses of eager rows, which no peer has to tell.
 __device__ void set_places(CallSetup& setup, SeenPlan& seen, const RankView& me, uint32_t epoch) {
   if (threadIdx.x == 0) {
     seen.clear();
@@ -57,7 +57,7 @@ WEFT_HD PlanSharedMap shared_map(const PlanLaunch& call) {
   return {map.num_ranks, map.num_experts, map.max_tokens * static_cast<uint32_t>(call.topk)};
 }
 
-// The experts of a call's plan.
+// Returns the experts of a call's plan.
 __device__ __forceinline__ PlainExperts experts_of(const RoutedDispatchLaunch& call) {
   return {call.plan};
 }
@@ -80,7 +80,7 @@ __device__ __forceinline__ void run_plan(
   });
 }
 
-// One warp of the grid.
+// Posts and accepts the plan's handshakes, by one warp of the grid.
 template <CallPart kPart>
 __device__ __forceinline__ void swap_plan_words(
     const PlanLaunch& call, uint32_t epoch, DeviceHandshake& word
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
   }
 }
 
-// The rows of a call that has ended. They lie where peers have pushed them until the next call.
+// Places the rows of a call that has ended. They lie where peers pushed them until the next call.
 template <class Mover>
 __global__ void __launch_bounds__(kRoleThreads, 1)
     place_rows(const __grid_constant__ DispatchLaunch call) {

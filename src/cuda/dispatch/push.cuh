@@ -137,7 +137,7 @@ class DispatchPush {
     }
   }
 
-  // The block's last warp: lane r raises the signals at rank r.
+  // Raises, by the block's last warp, the signals: lane r those at rank r.
   __device__ void run_signals() const {
     const bool is_telling = lane_index() < me_.num_ranks && !is_lost(me_, lane_index());
     const auto first = [&](int in_block) {
@@ -163,8 +163,8 @@ class DispatchPush {
   }
 
  private:
-  // How many pieces a warp lets be on their way at the end of a chunk. The number is a guess; few,
-  // because links that are offered more carry less.
+  // Pieces that a warp leaves on their way at the end of a chunk. A guess; few, because links that
+  // are offered more carry less.
   static constexpr int kPatience = 1;
 
   using Chunk = typename Routes::Chunk;
@@ -176,7 +176,7 @@ class DispatchPush {
     const bool has_last = chunks > 0 && chunk_at(chunks - 1) == num_chunks_ - 1;
     return chunks * chunk_tokens_ - (has_last ? num_chunks_ * chunk_tokens_ - num_tokens_ : 0);
   }
-  // The team's n-th chunk and token.
+  // Return the team's n-th chunk and token.
   [[nodiscard]] __device__ __forceinline__ int chunk_at(int n) const {
     return team_.index + n * team_.count;
   }
@@ -240,8 +240,8 @@ class DispatchPush {
     return setup_.scales[peer_] + row * call_.payload.staged_scale_bytes();
   }
 
-  // Weights and scale rows of one token, to every rank it goes to, this one included. The warps of
-  // a team take turns.
+  // Moves a token's weights and scale rows to every rank it goes to, this one included. The warps
+  // of a team take turns.
   __device__ __forceinline__ void move_extras(int token, const TokenRoutes& routes) const {
     if (token % team_.warps != team_.warp) {
       return;

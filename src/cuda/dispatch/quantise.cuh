@@ -43,7 +43,7 @@ using LaneValues = float[kLaneElements];
 
 // --- formats: lanes of a group find its scale, and each packs its elements ---
 
-// Eight FP8 numbers, the first in the low byte. quantised(value): what is rounded.
+// Packs eight FP8 numbers, the first in the low byte. quantised(value) is what is rounded.
 template <__nv_fp8_interpretation_t kFormat, class Quantised>
 __device__ __forceinline__ uint64_t pack_fp8(const LaneValues& values, const Quantised& quantised) {
   uint64_t packed = 0;
@@ -126,7 +126,7 @@ class Nvfp4Rows : public BlockRows {
  public:
   static constexpr int kGroup = stored_format(Quantise::kNvfp4, ScaleRule::kExact).group;
 
-  // A global scale that is none makes all scales NaNs, and the host hears of it.
+  // An invalid global scale makes all scales NaNs and is told to the host.
   __device__ explicit Nvfp4Rows(const DispatchLaunch& call)
       : rule_(call.payload.scale_rule),
         global_scale_(call.global_scale == nullptr ? 1.0F : *call.global_scale) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ QuantiseSpan quantise_span(int64_t row_bytes, int war
       steps * warp / warps * kQuantiseStep, min(bytes, steps * (warp + 1) / warps * kQuantiseStep)};
 }
 
-// One warp quantises its share of a row: as many lanes as have its elements hold one group.
+// Quantises, by one warp, its share of a row: kGroupLanes lanes hold one group.
 template <class Format>
 __device__ __forceinline__ void quantise_row_as(
     const Format& format,

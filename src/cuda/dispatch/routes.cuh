@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Targets to which the push role of dispatch (push.cuh) sends each token: those of the plan
-// (PlannedRoutes), or, for eager rows, only of the routing (EagerRoutes), with replicas of what a
-// plan in the making has of it (BalancedRoutes).
+// Targets to which the push role of dispatch (push.cuh) sends each token: by the plan
+// (PlannedRoutes) or, for eager rows, by the routing alone (EagerRoutes), with replicas by the
+// routes that a plan in the making already has (BalancedRoutes).
 #pragma once
 
 #include "cuda/device/lanes.cuh"
@@ -18,7 +18,7 @@ struct TokenRoutes {
   int32_t own_slot = -1;  // slot of route `lane` if its expert is this rank's
 };
 
-// The rank that this lane stands for, if it is below num_ranks.
+// Returns the rank that this lane stands for, if the lane is below num_ranks.
 __device__ __forceinline__ int peer_of_lane(const RankView& me) {
   const int next = me.rank + 1 + lane_index();
   return next >= me.num_ranks ? next - me.num_ranks : next;
@@ -28,8 +28,8 @@ class PlannedRoutes {
  public:
   static constexpr bool kIsEager = false;
 
-  // The plan's entries for a chunk's tokens, as they were loaded, spread as in TokenRoutes. Nothing
-  // looks at them until the preceding chunk is done, so that no warp waits for the loads.
+  // The plan's entries for a chunk's tokens, spread as in TokenRoutes. They are not read until the
+  // preceding chunk is done, so that no warp waits for the loads.
   struct Chunk {
     int32_t primary[kMaxChunkTokens];
     int32_t arrival[kMaxChunkTokens];
@@ -121,7 +121,7 @@ class EagerRoutes {
   }
 
  protected:
-  // `owner`: the rank that the lane's route goes to, if it is one.
+  // `owner`: the rank that the lane's route goes to, if `is_route`.
   [[nodiscard]] __device__ __forceinline__ Chunk
   to_owners(int token, bool is_route, uint32_t owner) const {
     const uint32_t ranks = __reduce_or_sync(kAllLanes, is_route ? 1U << owner : 0U);
