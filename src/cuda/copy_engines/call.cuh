@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the two kernels of a call by copy engines begin, and how the first ends. The first packs what
-// goes to each peer and tells the peers of the call; then copy engines copy it (copies.cpp); the
-// second takes what the peers' copy engines have brought. dispatch.cu and combine.cu of this folder
-// have the kernels. All threads of every block call these functions.
+// How the two kernels of a call by copy engines begin, and how the first ends. The first packs a
+// block for each peer and tells the peers of the call; copy engines copy the blocks (copies.cpp);
+// the second takes what the peers' copy engines have brought. dispatch.cu and combine.cu of this
+// folder have the kernels. All threads of every block call these functions.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@
 
 namespace weft {
 
-// Sets the places of what goes to `rank` or has come from it, which lies in `block`.
+// Sets the places within `block`, which goes to `rank` or has come from there.
 __device__ __forceinline__ void set_places(
     CallSetup& setup, const CopiedRows& rows, int rank, std::byte* block, int32_t arrivals
 ) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ std::byte* packed_for(
 template <class Launch>
 inline constexpr bool kIsBack = std::is_same_v<Launch, CombineLaunch>;
 
-// How both kernels begin. Returns the thread's index, which stands for a peer.
+// Begins either kernel. Returns the thread's index, which stands for a peer.
 template <class Launch>
 __device__ __forceinline__ int begin_copied(CallSetup& setup, const Launch& call) {
   if (threadIdx.x == 0) {
@@ -51,8 +51,8 @@ __device__ __forceinline__ int begin_copied(CallSetup& setup, const Launch& call
   return static_cast<int>(threadIdx.x);
 }
 
-// The first kernel begins. On the way back it also waits for the records of the peers' tokens.
-// Returns false if an earlier call has failed, or this one is given up.
+// Begins the first kernel. In combine it also waits for the records of the peers' tokens. Returns
+// false if an earlier call has failed, or this one is given up.
 template <class Launch>
 __device__ inline bool begin_pack(CallSetup& setup, const Launch& call) {
   constexpr bool kBack = kIsBack<Launch>;
@@ -72,9 +72,8 @@ __device__ inline bool begin_pack(CallSetup& setup, const Launch& call) {
   return __syncthreads_and(is_good ? 1 : 0) != 0;
 }
 
-// The last thing in the kernel that packs: its last block tells the peers of the call, or that this
-// rank gives it up, since what it has not packed is copied all the same; and in any case that
-// copies begin.
+// Ends the packing kernel: its last block tells the peers of the call, or that this rank gives it
+// up, as even unpacked blocks are copied; and in any case that copies begin.
 __device__ inline void finish_pack(
     CallSetup& setup, const RankView& me, const CopiedLaunch& copied
 ) {
@@ -93,7 +92,7 @@ __device__ inline void finish_pack(
   }
 }
 
-// Waits for one peer's handshake, which says where it copies its rows to, and until they are here.
+// Waits for a peer's handshake, which says where the peer copies its rows to, and for the rows.
 // Returns false if the call is given up.
 template <class Launch>
 __device__ inline bool accept_copies(CallSetup& setup, const Launch& call, int peer) {
@@ -122,7 +121,7 @@ __device__ inline bool accept_copies(CallSetup& setup, const Launch& call, int p
   return true;
 }
 
-// The second kernel begins: it waits for all handshakes, and for the copies of all peers. Returns
+// Begins the second kernel: waits for all handshakes, and for the copies of all peers. Returns
 // false if the call is given up.
 template <class Launch>
 __device__ inline bool begin_receive(CallSetup& setup, const Launch& call) {
@@ -134,8 +133,8 @@ __device__ inline bool begin_receive(CallSetup& setup, const Launch& call) {
   return setup.failures == 0;
 }
 
-// The second kernel has taken everything. A peer that broke off did not wait for this rank, and
-// what it had queued goes on: the copies of its next call but one go where those of this call lie.
+// Ends the second kernel. A peer that broke off did not wait for this rank, and its queue goes on:
+// the copies of its next call but one go where those of this call lie.
 __device__ inline void finish_receive(CallSetup& setup, const RankView& me) {
   __syncthreads();
   const int peer = static_cast<int>(threadIdx.x);

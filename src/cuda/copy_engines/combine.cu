@@ -122,7 +122,7 @@ Kernels kernels_of(RowPath path) {
   });
 }
 
-// The kernels for 16-bit elements.
+// Returns the kernels for 16-bit elements.
 Kernels kernels_of(RowPath path, bool is_scaled, DType dtype) {
   if (dtype == DType::kBFloat16) {
     return is_scaled ? kernels_of<BFloat16, true>(path) : kernels_of<BFloat16, false>(path);

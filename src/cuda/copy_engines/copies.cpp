@@ -8,8 +8,8 @@
 
 namespace weft {
 
-// Decided by what all ranks pass alike, but for captures: which area is free is known to the host,
-// whom a replay does not ask.
+// Decides by what all ranks pass alike, but for captures: only the host knows which area is free,
+// and a replay does not ask it.
 bool CudaExchange::goes_by_copies(
     const CopiedRows& rows, const CallOptions& call, cudaStream_t stream
 ) const {
@@ -32,7 +32,7 @@ PeerAddress CudaExchange::copied_address(const CopiedLaunch& copied) const {
       .offset = control_map_.copied_offset(copied.area, own_rank)};
 }
 
-// One after the other, as a single one fills the link; all ranks begin with another peer.
+// Copies go one after the other, as one fills the link; each rank begins with another peer.
 void CudaExchange::queue_copies(
     const CopiedLaunch& copied,
     std::span<const int32_t> arrivals,
