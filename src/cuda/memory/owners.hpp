@@ -12,13 +12,13 @@
 
 namespace weft {
 
-// A deleter that calls one function of CUDA's; nobody could act on its error.
+// A deleter that calls one CUDA function, whose error no caller could act on.
 template <auto kFunction>
 struct CudaDeleter {
   void operator()(auto* thing) const { static_cast<void>(kFunction(thing)); }
 };
 
-// Says when the work before it in a stream has ended, also if the stream has ended since.
+// An event that ends with the work before it in a stream, even if the stream has ended since.
 class CudaEvent {
  public:
   void create(const Context& context) {
@@ -32,7 +32,7 @@ class CudaEvent {
   std::unique_ptr<CUevent_st, CudaDeleter<cudaEventDestroy>> event_;
 };
 
-// Device memory of this process only, zero for what follows in `stream`.
+// Device memory of this process only, zeroed before what follows in `stream`.
 template <class T>
 class CudaBuffer {
  public:

@@ -13,9 +13,9 @@
 namespace weft {
 namespace {
 
-// How long a new region may stay unknown to peers before it is handed out; until they know it,
-// dispatch into it is staged. Short: a peer that is ahead may not map it before its kernel ends,
-// and that waits for this rank's next call.
+// How long take() waits for peers to map a new region; until they do, dispatch into it is staged.
+// Short: a peer that is ahead may not map it before its kernel ends, which waits for this rank's
+// next call.
 constexpr auto kPatience = std::chrono::milliseconds(20);
 
 // Blocks up to this size share regions, whose number is bounded.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of device memory in peers' reach, kept for the next use when their holder ends: outputs of
-// any size (BlockPool) and plans (PlanPool). Freeing waits for the whole GPU, so it happens only
-// when asked for.
+// Pools of blocks of device memory in peers' reach, which are kept for reuse when their holder
+// ends: outputs of any size (BlockPool) and plans (PlanPool). Freeing waits for the whole GPU, so
+// it happens only when asked for.
 #pragma once
 
 #include <memory>
@@ -19,7 +19,7 @@ struct Block {
   PeerAddress address;
 };
 
-// Some regions, and their blocks that nobody holds.
+// Regions and their blocks that no holder has.
 class Pool : public std::enable_shared_from_this<Pool> {
  public:
   explicit Pool(std::shared_ptr<PeerMemory> memory) : memory_(std::move(memory)) {}
@@ -31,10 +31,10 @@ class Pool : public std::enable_shared_from_this<Pool> {
   [[nodiscard]] uint64_t unused_bytes() const;
 
  protected:
-  // The region, cut into blocks of so many bytes, belongs to the pool.
+  // Cuts a region, which the pool then owns, into blocks of `block_bytes`.
   void add(const PeerRegion& region, uint64_t block_bytes);
-  // The block of `from` to which choose(from) points; null if that is their end. It goes back to
-  // `to` when the last copy of the pointer does, from any thread. mutex_ is held.
+  // Takes the block of `from` to which choose(from) points; null at the end. The block goes to `to`
+  // when the pointer's last copy ends, in any thread. mutex_ is held.
   template <class Choose>
   [[nodiscard]] std::shared_ptr<const Block> take_from(
       std::vector<Block>& from, std::vector<Block>& to, const Choose& choose
@@ -48,13 +48,13 @@ class Pool : public std::enable_shared_from_this<Pool> {
   uint64_t used_bytes_ = 0;
 };
 
-// Small blocks lie several to a region.
+// The pool of outputs; small blocks lie several to a region.
 class BlockPool : public Pool {
  public:
   using Pool::Pool;
-  // Sizes are rounded up.
+  // Takes a block of at least `bytes`.
   [[nodiscard]] std::shared_ptr<const Block> take(uint64_t bytes);
-  // Regions none of whose blocks is in use.
+  // Releases regions none of whose blocks is in use.
   void release_unused();
 };
 
@@ -66,13 +66,14 @@ class PlanPool : public Pool {
       : Pool(std::move(memory)), plan_bytes_(plan_bytes) {}
   ~PlanPool();
 
-  // Memory for so many more plans. Nothing, and false, unless all peers map it before so long.
+  // Adds memory for `num_plans`. Adds none and returns false unless all peers map it within
+  // `at_most`.
   [[nodiscard]] bool grow(uint64_t num_plans, std::chrono::milliseconds at_most);
   // Asks for more memory while a quarter is still unused, and takes it up in a later call, once
-  // peers map it. Never waits for them: one that is ahead may not map before its kernels end, and
-  // those wait for this rank's next call.
+  // peers map it. Never waits for peers: one that is ahead may not map before its kernels end, and
+  // these wait for this rank's next call.
   void look_ahead();
-  // Null if all are in use. `is_captured`: for a call inside a capture.
+  // Takes a block; null if all are in use. `is_captured`: for a call inside a capture.
   [[nodiscard]] std::shared_ptr<const Block> take(bool is_captured);
 
  private:
