@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine on a GPU in two launches, for calls of few tokens that are scaled by weights of the
-// tokens' ranks. The first sends the experts' rows as they are, one for each route, to a place of
-// the token's rank that nobody has to tell, and ends; it may wait for rows that are still being
-// written (RowMarks), but for no other rank. The second waits for the ranks and adds a token's rows
-// with their weights, in the order and with the roundings of the one launch (reduce.cuh, sum.cuh).
+// tokens' ranks. The first sends the experts' rows as they are, one for each route, to a place on
+// the token's rank known in advance, and ends; it may wait for rows that are still being written
+// (RowMarks), but for no other rank. The second waits for the ranks and adds a token's rows with
+// their weights, in the order and with the roundings of the one launch (reduce.cuh, sum.cuh).
 // Before: combine/call.cpp; after: the caller.
 #include "cuda/combine/choice.cuh"
 #include "cuda/combine/row_sum.cuh"
@@ -18,7 +18,7 @@ using RouteKernel = Kernel<CombineLaunch>;
 
 constexpr int kThreads = 512;  // a guess
 
-// One thread waits until a block of rows of one of this rank's experts is whole. False if the call
+// Waits, by one thread, until a block of rows of a local expert is whole. Returns false if the call
 // is given up, by the deadline or elsewhere.
 __device__ bool await_mark(const CombineLaunch& call, uint32_t epoch, int expert, int block) {
   const RankView& me = call.me;
@@ -57,7 +57,7 @@ __device__ bool await_mark(const CombineLaunch& call, uint32_t epoch, int expert
   }
 }
 
-// All threads of a block: whether row `slot` can be read.
+// Returns, to all threads of a block, whether row `slot` can be read.
 __device__ bool is_row_ready(const CombineLaunch& call, uint32_t epoch, int32_t slot) {
   if (call.ready.marks.data == nullptr) {
     return true;
@@ -80,8 +80,8 @@ __device__ void copy_row(std::byte* to, const std::byte* from, int64_t row_bytes
   }
 }
 
-// All threads of a block send what a chunk of a rank's tokens has here to that rank, and tell it.
-// False if the call is given up.
+// Sends, by all threads of a block, the rows of a chunk of a rank's tokens to that rank, and
+// signals it. Returns false if the call is given up.
 __device__ bool send_chunk(
     const CombineLaunch& call, const CallSetup& setup, const ChunkItem& item
 ) {
@@ -110,7 +110,7 @@ __device__ bool send_chunk(
   return true;
 }
 
-// It leaves the number of the running call as it is, and all else that LocalState counts.
+// Leaves the number of the running call, and all else that LocalState counts, as it is.
 __global__ void __launch_bounds__(kThreads)
     send_rows_by_route(const __grid_constant__ CombineLaunch call) {
   __shared__ CallSetup setup;
@@ -135,7 +135,7 @@ struct OrderedRoutes {
   float scale[kWarpLanes];
 };
 
-// One warp.
+// Fills in a token's routes, by one warp.
 __device__ void order_routes(const CombineLaunch& call, int token, OrderedRoutes& routes) {
   constexpr auto kNone = ~uint64_t{0};
   const int lane = lane_index();
@@ -164,7 +164,7 @@ __device__ void order_routes(const CombineLaunch& call, int token, OrderedRoutes
   }
 }
 
-// 16 bytes of a token: the rows of each rank are summed and rounded, then these sums.
+// Adds 16 bytes of a token: sums and rounds the rows of each rank, then these sums.
 template <class Element>
 __device__ uint4 sum_vector(const OrderedRoutes& routes, const std::byte* rows, int64_t row_bytes) {
   float of_rank[Element::kPerVector];
@@ -186,8 +186,8 @@ __device__ uint4 sum_vector(const OrderedRoutes& routes, const std::byte* rows, 
   return routes.count > 0 ? pack<Element>(total) : uint4{0, 0, 0, 0};
 }
 
-// All threads of a block wait until all ranks have sent what they have of the token. False if the
-// call is given up.
+// Waits, by all threads of a block, until all ranks have sent their rows of a chunk. Returns false
+// if the call is given up.
 __device__ bool await_token(const CombineLaunch& call, const CallSetup& setup, int chunk) {
   const int peer = static_cast<int>(threadIdx.x);
   bool is_here = true;
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kThreads)
   finish_call</*kRenewsApart=*/false>(me, setup.epoch);
 }
 
-// Each thread has some of the marks.
+// Waits for all marks; each thread has some.
 __global__ void await_marks(const __grid_constant__ CombineLaunch call) {
   const uint32_t epoch = current_epoch(call.me);
   const auto experts = static_cast<int>(call.plan.map.experts_per_rank.divisor());

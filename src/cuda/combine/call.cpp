@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine on a GPU: one kernel, through this rank's staging; or two, of which the first only sends;
-// or the steps of a call by copy engines (copy_engines/copies.cpp). Previous in the data flow: the
-// caller's experts; next: combine.cu.
+// combine on a GPU: queues one kernel, through this rank's staging; or two, of which the first only
+// sends; or the steps of a call by copy engines (copy_engines/copies.cpp). Previous in the data
+// flow: the caller's experts; next: combine.cu.
 #include <algorithm>
 
 #include "call/validate.hpp"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Weight with which a choice counts, by the experts that the caller names beside the weights.
-// sum.cuh and by_route.cu ask for it.
+// The weight with which a choice counts, by the experts that the caller names beside the weights,
+// for sum.cuh and by_route.cu.
 #pragma once
 
 #include "cuda/device/lanes.cuh"
@@ -9,8 +9,9 @@
 
 namespace weft {
 
-// Returns `weight`, that of choice k of a token; 0 where the caller names no expert; NaN where it
-// names another than the plan was made of, and the host hears of the first such choice of a call.
+// Returns `weight`, that of choice k of a token; 0 where the caller names no expert; NaN where the
+// caller names another than the plan was made of; the first such choice of a call is told to the
+// host.
 __device__ __forceinline__ float counted_weight(
     const CombineLaunch& call, int64_t token, int k, float weight
 ) {

@@ -20,7 +20,7 @@ __device__ __forceinline__ ElementSpan span_of(const Team& team, int64_t row_byt
       groups * (team.warp + 1) / team.warps * kQuantiseGroup};
 }
 
-// The roles of combine, whose rows on the way are coded ones.
+// The roles of combine with coded rows on the way.
 template <bool kScaled>
 class CodingReduce : public CombineReduce<kScaled, false> {
  public:
@@ -57,7 +57,7 @@ class DecodingSum : public CombineSum<false> {
   int64_t out_bytes_;
 };
 
-// Runs all items of a team's source, as sum_rows_vector() does.
+// Sums all items of a team's source, as sum_rows_vector() does.
 template <bool kScaled, class From, class To, class Source>
 __device__ void sum_coded_rows(
     Source& source, const From& from, const To& to, const ElementSpan& span

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of sums as they travel coded (Wire of weft/calls.hpp; call/wire.hpp has the layout), in the
-// registers of a warp, and how it adds rows of one kind to a row of another. coded.cu does so in
-// the two roles of combine, hosts/message_rows.cu with what other domains send back.
+// Codes and decodes rows of sums (Wire of weft/calls.hpp; call/wire.hpp has the layout) in a warp's
+// registers, and adds rows of one kind to a row of another. coded.cu does so in the two roles of
+// combine, hosts/message_rows.cu with what other domains send back.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -24,8 +24,8 @@ struct ElementSpan {
   int32_t last;
 };
 
-// The kinds of rows. `element`: the first of this lane's; where it is not inside, nothing is read
-// or written, but all lanes of a warp call.
+// The kinds of rows. `element` is the first of this lane's. Without `is_inside` a lane reads and
+// writes nothing, but all lanes of a warp call.
 
 struct PlainRows {
   struct Vector {
@@ -55,7 +55,7 @@ struct CodedRows {
   static constexpr bool kIsFp8 = kWire == Wire::kFp8;
   int32_t hidden;
 
-  // Codes of a lane's elements; those that are not read stand for zeros.
+  // Codes of a lane's elements; unread ones stand for zeros.
   struct Vector {
     uint2 codes = {0, 0};
     uint32_t upper = 0;  // two bits of each
@@ -164,7 +164,7 @@ struct CodedRows {
 };
 
 // One warp adds the rows of one entry of an item one after the other, loaded one ahead. next()
-// tells a row and its factor.
+// returns a row and sets its factor.
 template <bool kScaled, class From, class To, class Next>
 __device__ __forceinline__ void add_entry(
     const From& from,

@@ -14,7 +14,7 @@
 namespace weft {
 namespace {
 
-// Warps that share a row: known without a look at the plan where tokens are few.
+// Returns the warps that share a row, without a look at the plan where tokens are few.
 template <class Shape>
 __device__ __forceinline__ int warps_of(const CombineLaunch& call) {
   constexpr bool kIsShort = std::is_same_v<Shape, OneEntry>;

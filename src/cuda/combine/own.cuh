@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one role of combine in a group of one rank: a team of warps takes a chunk of the tokens and
-// adds each token's rows where the caller has them. There is no rank to send sums to, so that they
-// go straight to the caller, with the bits of the two roles of reduce.cuh and sum.cuh: a sum of one
-// partial sum is that partial sum. row_sum.cuh adds. Before: the caller's experts; after: the
-// caller. With SumOrder::kTopk they are added in the order of the token's choices.
+// adds each token's rows where the caller has them. As no other rank gets them, sums go straight to
+// the caller, with the bits of the two roles of reduce.cuh and sum.cuh: a sum of one partial sum is
+// that partial sum. row_sum.cuh adds. Before: the caller's experts; after: the caller. With
+// SumOrder::kTopk rows are added in the order of the token's choices.
 #pragma once
 
 #include "cuda/combine/row_sum.cuh"
@@ -93,7 +93,7 @@ class CombineOwn {
     return item;
   }
 
-  // There is nothing to wait for: the rows are this rank's own.
+  // Waits for nothing: the rows are this rank's own.
   [[nodiscard]] __device__ __forceinline__ bool wait(const SumItem&) const {
     return true;
   }
@@ -124,7 +124,7 @@ class CombineOwn {
     return shape_.entry[step] < count_of(place.first) && in_entry(step) < call_.topk;
   }
 
-  // Tells of a choice that the caller names where the plan has none, which no row stands for.
+  // Reports choices that the caller names where the plan has none, and so no row.
   __device__ __forceinline__ void check_choices(int first) const {
     const int count = count_of(first) * call_.topk;
 #pragma unroll 1
@@ -139,8 +139,8 @@ class CombineOwn {
     return Shape::position(step) - shape_.entry[step] * shape_.width;
   }
 
-  // The factor of route `at` of a token, which is in that position: the plan holds it, or the
-  // caller gives it for this call.
+  // Returns the factor of a token's route `at`, in `position`: from the plan, or from the caller
+  // for this call.
   [[nodiscard]] __device__ __forceinline__ float scale_of(int64_t at, int token, int position)
       const {
     if (call_.scale == CombineScale::kPlanWeights) {
@@ -161,7 +161,7 @@ class CombineOwn {
     }
     return place;
   }
-  // Tokens of an item whose first is given; not positive behind the last.
+  // Returns the tokens of an item that begins at `first`; not positive behind the last.
   [[nodiscard]] __device__ __forceinline__ int count_of(int first) const {
     return min(chunk_tokens_, num_tokens_ - first);
   }

@@ -38,8 +38,8 @@ class CombineReduce {
 
   [[nodiscard]] __device__ __forceinline__ const Shape& shape() const { return shape_; }
 
-  // Weights that the tokens' ranks hand in, of every rank at once, if they do not come as words of
-  // their own. False if the call is given up.
+  // Waits, for all ranks at once, for weights that the tokens' ranks send, unless each comes as a
+  // word of its own. Returns false if the call is given up.
   [[nodiscard]] __device__ bool is_open() const {
     if (kCopied || !call_.has_source_weights || call_.is_eager) {
       return true;
@@ -69,7 +69,7 @@ class CombineReduce {
     uint64_t scale[kItemSteps] = {};  // with the call's epoch, as tagged.cuh has them
   };
 
-  // The team's items.
+  // Return the places of the team's items, one after the other.
   [[nodiscard]] __device__ __forceinline__ Place first() const {
     Place place;
     place.index = team_.index;
@@ -150,7 +150,7 @@ class CombineReduce {
     return item;
   }
 
-  // There is nothing to wait for: the rows are this rank's own.
+  // Waits for nothing: the rows are this rank's own.
   [[nodiscard]] __device__ __forceinline__ bool wait(const SumItem&) const {
     return true;
   }
@@ -162,7 +162,7 @@ class CombineReduce {
     return setup_.rows[source] + static_cast<int64_t>(row) * call_.payload.row_bytes;
   }
 
-  // This warp's part of the team's n-th item is stored.
+  // Reports that this warp's part of the team's n-th item is stored; returns weights.
   __device__ __forceinline__ void finish(int source, int chunk, int count, uint32_t n) {
     if (call_.row_weights != nullptr && count > 0 &&
         static_cast<int>(n) % team_.warps == team_.warp) {
@@ -171,7 +171,7 @@ class CombineReduce {
     report_progress(progress_, team_, n + 1);
   }
 
-  // The block's last warp, for its teams: lane 0 tells the tokens' rank.
+  // Raises, by the block's last warp, its teams' signals: lane 0 tells the tokens' rank.
   __device__ void run_signals(int num_teams) const {
     const int block = static_cast<int>(blockIdx.x);
     const auto first = [&](int in_block) { return team_index(block, call_.num_reduce, in_block); };
@@ -197,8 +197,8 @@ class CombineReduce {
     }
   }
 
-  // The factor of route `at` of a source: the plan holds it, or the token's rank has sent it for
-  // this call, or still sends it.
+  // Returns the factor of a source's route `at`: from the plan, or as the token's rank has sent it,
+  // if it has come, for this call.
   [[nodiscard]] __device__ __forceinline__ uint64_t scale_of_route(int source, int64_t at) const {
     const auto from = static_cast<uint32_t>(source);
     if (call_.scale == CombineScale::kPlanWeights) {
@@ -225,8 +225,8 @@ class CombineReduce {
            token * max_topk_ + k;
   }
 
-  // Waits until the factor of a position of an item has come and returns it; its tag is not this
-  // call's if that is given up.
+  // Waits for the factor of a position of an item and returns it; if the call is given up, its tag
+  // is not this call's.
   [[nodiscard]] __device__ __noinline__ uint64_t
   await_scale(const Place& place, int position) const {
     const WaitSite site = {Op::kCombine, setup_.epoch, place.source, WaitFor::kSourceWeights};
@@ -244,8 +244,8 @@ class CombineReduce {
     }
   }
 
-  // Each lane has routes of its own, and looks at all it must know of one at the same time: one
-  // arrival after the other, this would take the warp longer than to add their rows.
+  // Returns weight gradients. Each lane loads all it needs for a route of its own at the same time:
+  // arrival by arrival, this would take the warp longer than adding the rows.
   __device__ __forceinline__ void return_weights(int source, int chunk) const {
     const auto from = static_cast<uint32_t>(source);
     const ChunkArrivals arrivals = arrivals_of(call_.plan, source, chunk);

@@ -37,8 +37,8 @@ struct PipelineShape {
 using ShortRows = PipelineShape<5, 2>;
 using LongRows = PipelineShape<3, 4>;
 
-// How rows come to the warps that add them: into registers, where tokens are few with less to find
-// out (OneEntry), or by one of the two pipelines.
+// How rows come to the warps that add them: into registers, for few tokens with less to find out
+// (OneEntry), or by one of the two pipelines.
 enum class RowPath : uint8_t { kVector, kFewTokens, kShortRows, kLongRows };
 inline constexpr RowPath kRowPaths[] = {
     RowPath::kVector, RowPath::kFewTokens, RowPath::kShortRows, RowPath::kLongRows};
@@ -50,7 +50,7 @@ inline RowPath path_of(Mover mover, int64_t row_bytes) {
   return row_bytes <= ShortRows::kPiece ? RowPath::kShortRows : RowPath::kLongRows;
 }
 
-// bulk(a Shape) of the path's pipelines, or vector().
+// Returns bulk(the Shape of the path's pipelines), or vector() for a path without.
 template <class Bulk, class Vector>
 auto with_shape(RowPath path, const Bulk& bulk, const Vector& vector) {
   switch (path) {
@@ -65,7 +65,7 @@ auto with_shape(RowPath path, const Bulk& bulk, const Vector& vector) {
 
 using CombineKernel = Kernel<CombineLaunch>;
 
-// Item as the adding warps know it, in shared memory.
+// An item in shared memory, as the loader describes it to the adding warps.
 struct PipelineItem {
   int32_t is_end;  // no item: the role is through
   int32_t source;
@@ -128,7 +128,8 @@ __device__ __forceinline__ PipelineRole pipeline_role() {
   return {loader % Shape::kPipelines, -1, loader < Shape::kPipelines};
 }
 
-// The pipelines of the `num_blocks` of a role. Neighbouring teams sit on different multiprocessors.
+// Returns the team of a pipeline, among a role's `num_blocks`. Neighbouring teams sit on different
+// multiprocessors.
 template <class Shape>
 __device__ __forceinline__ Team pipeline_team(const PipelineRole& role, int block, int num_blocks) {
   return {
@@ -139,7 +140,7 @@ __device__ __forceinline__ Team pipeline_team(const PipelineRole& role, int bloc
       .in_block = role.pipeline};
 }
 
-// Every thread of the block calls it, before a barrier.
+// Inits barriers. Every thread of the block calls it, before a barrier.
 template <class Shape>
 __device__ __forceinline__ void init_pipelines(PipelineShared<Shape>& shared) {
   if (threadIdx.x == 0) {
@@ -158,7 +159,7 @@ __device__ __forceinline__ void init_pipelines(PipelineShared<Shape>& shared) {
   }
 }
 
-// Counts through a ring: where the n-th use is, and in which phase.
+// Counts through a ring: the place of the next use, and its phase.
 struct RingPlace {
   int32_t index = 0;
   uint32_t parity = 0;
@@ -171,10 +172,10 @@ struct RingPlace {
   }
 };
 
-// Without a deadline, unlike that of device/row_mover.cuh: whoever waits for a peer before it
-// arrives here gives up by then and says so (tests/model/pipeline.pml shows that all of these waits
-// end then), and any condition on the outcome in the loops of the warps that add costs 40 of 306 us
-// on 24 multiprocessors (case A, one H200).
+// Waits without a deadline, unlike device/row_mover.cuh: a warp that waits for a peer before it
+// arrives here gives up at its deadline and says so (tests/model/pipeline.pml shows that all of
+// these waits end then), and any condition on the outcome in the adding warps' loops costs 40 of
+// 306 us on 24 multiprocessors (case A, one H200).
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
   while (!ptx::try_wait_barrier(barrier, parity)) {
   }

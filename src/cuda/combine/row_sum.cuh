@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums rows in fp32, in a fixed order, and rounds once. Both roles of combine do this, with other
 // rows: a *source* (CombineReduce of reduce.cuh, CombineSum of sum.cuh) hands out items of a few
-// entries, and each entry is some rows and the place of their sum. It does so in steps, so that a
-// warp can ask for the next items while it works on one: first() and after() begin to read where
-// the numbers of an item lie, load() begins to read them, and only resolve() looks at what has
-// come.
+// entries; an entry is some rows and the place of their sum. A source works in steps, so that a
+// warp can ask for the next items while it works on one: first() and after() begin to read where an
+// item's numbers lie, load() begins to read the numbers, and only resolve() uses them.
 //
 // Here are the types of items, and the loop that loads rows into registers; row_pipeline.cuh has
 // the other way.
@@ -45,8 +44,8 @@ struct ItemShape {
   }
 };
 
-// Shape of an item that is one entry, since a chunk is one token: nothing is divided, and no step
-// is chosen. Calls of few tokens last about as long as it takes to fetch their instructions.
+// Shape of an item that is one entry, since a chunk is one token: it needs no division and no
+// choice of a step. Calls of few tokens last about as long as it takes to fetch their instructions.
 struct OneEntry {
   static constexpr int32_t steps = 1;
   int32_t width = 1;
@@ -70,7 +69,7 @@ struct SumItem {
   float scale[kItemSteps] = {};    // and their factors
 };
 
-// Positions of one entry: bit i is its i-th.
+// Returns the positions of one entry: bit i is its i-th.
 __device__ __forceinline__ uint32_t
 entry_bits(const ItemShape& shape, const uint32_t (&bits)[kItemSteps], int entry) {
   const int begin = entry * shape.width;
@@ -147,7 +146,7 @@ __device__ __forceinline__ void store_zeros(std::byte* out, int32_t bytes) {
   }
 }
 
-// Runs all items of a team's source, 16-byte loads two rows ahead.
+// Sums all items of a team's source by 16-byte loads, two rows ahead.
 template <class Element, bool kScaled, class Source>
 __device__ void sum_rows_vector(Source& source, const Slice& slice) {
   const auto& shape = source.shape();

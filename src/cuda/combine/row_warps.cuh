@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// A loader warp: what adding warps must know of an item.
+// Tells adding warps of an item; called by a loader warp.
 template <class Source>
 __device__ __forceinline__ void write_item(
     const Source& source, const SumItem& item, PipelineItem& out
@@ -41,8 +41,8 @@ __device__ __forceinline__ void write_item(
   }
 }
 
-// A loader warp: an item's rows into the next stages, piece by piece, each by the lane that has it.
-// Adding warps are through with stages in their order: the last of some is free after the others.
+// Loads, by a loader warp, an item's rows into the next stages, piece by piece, each by the lane
+// that has it. Adding warps free stages in order: the last of some is free after the others.
 template <class Source>
 __device__ __forceinline__ void load_item(
     const Source& source,
@@ -81,8 +81,8 @@ __device__ __forceinline__ void load_item(
   }
 }
 
-// A loader warp, whose source hands out its items. A given-up call still ends them, so that the
-// others leave.
+// Runs a loader warp over its source's items. A given-up call still ends the items, so that the
+// adding warps leave.
 template <class Shape, class Source>
 __device__ void load_rows(
     const Source& source, int index, const RowStages& stages, PipelineShared<Shape>& shared
@@ -115,8 +115,8 @@ __device__ void load_rows(
   }
 }
 
-// The warps that add: each sum, or a piece of it, from the pipeline's next stages. The lanes of all
-// its adders take 16 bytes each in turn.
+// Runs an adding warp: adds each sum, or a piece of it, from the pipeline's next stages. The lanes
+// of all the pipeline's adders take 16 bytes each in turn.
 template <class Element, bool kScaled, class Shape, class Source>
 __device__ void add_rows(
     Source& source, const PipelineRole& role, const RowStages& stages, PipelineShared<Shape>& shared

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sum role of combine: a team of warps takes a chunk of this rank's tokens, waits until every
-// rank has returned its arrivals, and adds each token's arrivals in ascending rank order. If the
-// call is scaled by weights that this side has, it first sends them to the experts' ranks.
-// row_sum.cuh adds. Before: the pre-reduce role of the experts' ranks (reduce.cuh); after: the
-// caller.
+// rank has returned its arrivals, and adds each token's arrivals in ascending rank order. If
+// weights of this side scale the call, the team first sends them to the experts' ranks. row_sum.cuh
+// adds. Before: the pre-reduce role of the experts' ranks (reduce.cuh); after: the caller.
 #pragma once
 
 #include "cuda/combine/choice.cuh"
@@ -14,8 +13,8 @@
 namespace weft {
 
 // One warp hands the weights of the routes of `count` tokens to the caller, by k, or for a map by
-// expert: 0 where no row was kept. weight_of(place of the route in the plan, token, k) is asked
-// where one was. Each lane has routes of its own.
+// expert: 0 where no row was kept. weight_of(place of the route in the plan, token, k) is called
+// where a row was kept. Each lane has routes of its own.
 template <class WeightOf>
 __device__ __forceinline__ void return_token_weights(
     const CombineLaunch& call, int first, int count, const WeightOf& weight_of
@@ -43,8 +42,8 @@ __device__ __forceinline__ void return_token_weights(
   }
 }
 
-// Returns the weight that the caller gives the row of choice k of a token for this call; 0 for what
-// is left out or no route. k is below the call's topk.
+// Returns the weight that the caller gives the row of choice k of a token for this call; 0 for a
+// choice left out or without a route. k is below the call's topk.
 __device__ __forceinline__ float source_weight_of(const CombineLaunch& call, int64_t token, int k) {
   if (!call.from_map) {
     return counted_weight(call, token, k, call.source_weights[token * call.topk + k]);
@@ -80,7 +79,7 @@ class CombineSum {
 
   [[nodiscard]] __device__ __forceinline__ const Shape& shape() const { return shape_; }
 
-  // The warps that add, before anything else.
+  // Called by the adding warps before anything else.
   __device__ void begin() const {
     if (!kCopied && call_.has_source_weights) {
       send_weights();
@@ -99,7 +98,7 @@ class CombineSum {
     int32_t primary[kItemSteps];  // slot there, -1 = no row was kept
   };
 
-  // Tokens of an item; not positive behind the last.
+  // Returns the tokens of an item; not positive behind the last.
   [[nodiscard]] __device__ __forceinline__ int count_of(const Place& place) const {
     return min(chunk_tokens_, num_tokens_ - place.first);
   }
@@ -194,7 +193,7 @@ class CombineSum {
   }
 
  private:
-  // The returned weight of route k of a token; the route was kept.
+  // Returns where the weight of a token's kept route k was returned.
   [[nodiscard]] __device__ __forceinline__ const float* returned_at(int64_t route, int token, int k)
       const {
     const auto local_experts = static_cast<int>(call_.plan.map.experts_per_rank.divisor());
@@ -210,8 +209,8 @@ class CombineSum {
     return returned_ + route;
   }
 
-  // kSourceWeights. Beside eager rows: words that each rank can read at once. Else [arrival][k] to
-  // each rank the token went to, and the last warp tells all ranks.
+  // Sends kSourceWeights: beside eager rows as words that each rank can read at once; else as
+  // [arrival][k] to each rank the token went to, and the last warp tells all ranks.
   __device__ void send_weights() const {
     const int lane = lane_index();
     const int num_warps = team_.count * team_.warps;
@@ -239,7 +238,7 @@ class CombineSum {
     }
   }
 
-  // Lane k has the weight of route k of a token.
+  // Sends a token's weights as words; lane k has the weight of route k.
   __device__ __forceinline__ void send_words(int token, float weight) const {
     if (lane_index() >= call_.topk) {
       return;

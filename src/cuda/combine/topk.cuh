@@ -2,8 +2,8 @@
 // The two roles of combine with SumOrder::kTopk in a group of several ranks. Teams of the first
 // copy the row of each route to the staging of the token's rank, to the place of its token and
 // choice, unless that is this rank; teams of the second wait for a chunk of tokens and add what
-// lies there and this rank's own rows, choice by choice. own.cuh has one rank. They take items,
-// signals and weights' gradients from the roles of the other order (reduce.cuh, sum.cuh).
+// lies there and this rank's own rows, choice by choice. own.cuh has one rank. Items, signals and
+// weight gradients are those of the other order's roles (reduce.cuh, sum.cuh).
 #pragma once
 
 #include "cuda/combine/reduce.cuh"
@@ -20,7 +20,7 @@ class TopkReturn {
   )
       : call_(call), setup_(setup), items_(call, setup, progress, team) {}
 
-  // A warp that moves rows: its slice of all of the team's rows.
+  // Copies, by one warp, its slice of all of the team's rows.
   __device__ void run(const Slice& slice) {
     uint32_t finished = 0;
     for (auto at = items_.first(); items_.is_there(at); at = items_.after(at)) {
@@ -31,11 +31,11 @@ class TopkReturn {
     }
   }
 
-  // The block's last warp.
+  // Called by the block's last warp.
   __device__ void run_signals(int num_teams) const { items_.run_signals(num_teams); }
 
  private:
-  // Lane j has route j.
+  // Copies an arrival's rows; lane j has route j.
   __device__ __forceinline__ void copy_arrival(uint32_t source, int arrival, const Slice& slice)
       const {
     const ArrivalHead head = call_.plan.heads(source)[arrival];
@@ -177,7 +177,7 @@ class TopkSum {
     return rank == static_cast<uint32_t>(call_.me.rank);
   }
 
-  // The factor of a choice, which tells of one that the plan does not have, too.
+  // Returns a choice's factor; reports a choice that the plan does not have.
   [[nodiscard]] __device__ __forceinline__ float scale_of(int64_t token, int k) const {
     return call_.scale == CombineScale::kPlanWeights
                ? call_.plan.route_weight()[token * call_.plan.map.max_topk + k]

@@ -244,8 +244,8 @@ void launch_balanced_dispatch(const BalancedDispatchLaunch& call, cudaStream_t s
 [[nodiscard]] uint64_t balanced_shared_bytes(const PlanMap& map, uint32_t num_routes);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
 void launch_topk_combine(const CombineLaunch& call, cudaStream_t stream);  // SumOrder::kTopk
-// A combine by source weights in two launches (combine/by_route.cu), of call.num_reduce and
-// call.num_sum blocks. `part`: not kAll.
+// Launches a part of a combine by source weights (combine/by_route.cu): kSend of call.num_reduce
+// blocks, or kReceive of call.num_sum.
 void launch_combine_by_route(const CombineLaunch& call, CallPart part, cudaStream_t stream);
 // One block waits for all marks of call.ready.
 void launch_await_marks(const CombineLaunch& call, cudaStream_t stream);
