@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// plan on a GPU: one kernel, or, with replicas, what balance/call.cpp queues before it; the host
-// waits for the number of rows only if nobody gave it. Or the host has made the plan, and a kernel
+// plan on a GPU: queues one kernel, with replicas behind those of balance/call.cpp; the host waits
+// for the number of rows only if the caller gave none. Or the host has made the plan, and a kernel
 // brings it to the GPUs of the domain. Previous in the data flow: the router, or
 // src/hosts/plan_image.cpp; next: plan.cu or import.cu, then dispatch/call.cpp.
 #include <algorithm>
@@ -21,8 +21,8 @@ constexpr uint64_t kMorePlans = 8;
 // An image is read over the link to the host: enough threads to keep it busy.
 constexpr int kImportBlocks = 16;
 
-// Blocks of the plan kernel: few tokens cost more in blocks that wait for each other than they
-// gain.
+// Returns the plan kernel's blocks: for few tokens, blocks that wait for each other cost more than
+// they gain.
 int plan_blocks(int64_t num_tokens, int num_gpu_sms) {
   const auto wanted = static_cast<int>((num_tokens + 127) / 128);
   return std::clamp(wanted, 1, std::min(kMaxPlanBlocks, num_gpu_sms));
@@ -30,7 +30,7 @@ int plan_blocks(int64_t num_tokens, int num_gpu_sms) {
 
 class CudaPlan final : public DevicePlan {
  public:
-  // Its memory, the exchange's end that made it, and what is known of it on the host.
+  // The plan's memory, the rank state that made it, and what the host knows of it.
   struct Made {
     std::shared_ptr<const Block> block;
     std::shared_ptr<CudaRankState> maker;
@@ -73,7 +73,7 @@ class CudaPlan final : public DevicePlan {
   }
 
  private:
-  // Behind the plan. Not the caller's stream, which may be gone.
+  // Returns a stream behind the plan: not the caller's, which may be gone.
   [[nodiscard]] cudaStream_t stream() const {
     const cudaStream_t stream = made_.maker->stream.get();
     WEFT_CUDA(Context{}, cudaStreamWaitEvent(stream, made_.maker->last_call.get()));
@@ -102,7 +102,7 @@ volatile uint32_t* shape_flag(std::byte* host_shape, const PlanMap& map) {
   return reinterpret_cast<volatile uint32_t*>(host_shape + map.shape_bytes());
 }
 
-// Overflow::kError: the same text on every rank, which all know every rank's need.
+// Refuses for Overflow::kError, with the same text on every rank, as all know every rank's need.
 void refuse_overflow(const PlanView& host, const PlanShape& shape, const Context& context) {
   const PlanHeader& header = *host.header();
   WEFT_CHECK_ARG(

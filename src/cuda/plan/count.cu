@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Counts a routing by topk_idx in one launch without memory of its own: each block of a cluster
-// counts what its share of the tokens chooses, in shared memory, and marks their ranks; then the
-// blocks add up what all have counted. GPUs before Hopper have no clusters: one block does it all.
-// Before: exchange/count_routing.cpp; after: the caller.
+// counts its share of the tokens' choices, in shared memory, and marks the tokens' ranks; then the
+// blocks add up all counts. GPUs before Hopper have no clusters: one block does it all. Before:
+// exchange/count_routing.cpp; after: the caller.
 #include <cooperative_groups.h>
 
 #include "cuda/device/kernel.cuh"
@@ -74,7 +74,7 @@ class TokenRoutes {
         idx_(static_cast<const Index*>(call.topk_idx) + token * call.topk),
         experts_per_rank_(static_cast<uint32_t>(call.num_experts / call.num_ranks)) {}
 
-  // These are -1 for a choice that is none.
+  // Return -1 for a choice that is none.
   [[nodiscard]] __device__ int64_t expert(int k) const {
     const auto expert = static_cast<int64_t>(idx_[k]);
     return expert >= 0 && expert < call_.num_experts ? expert : -1;
@@ -95,7 +95,7 @@ class TokenRoutes {
   uint32_t experts_per_rank_;
 };
 
-// Returns bits of the numbers first .. first + 63: bit i is 1 if a choice of the token has the
+// Returns a mask of the numbers first .. first + 63: bit i is 1 if a choice of the token has the
 // i-th.
 template <class Of>
 __device__ uint64_t bits_of(int topk, int64_t first, const Of& of) {
@@ -108,8 +108,8 @@ __device__ uint64_t bits_of(int topk, int64_t first, const Of& of) {
   return bits;
 }
 
-// All threads of all blocks count something of which there are `total`: count(first, last, counts)
-// adds to counts[i - first] what this block has counted of number i.
+// Counts `total` numbers, by all threads of all blocks: count(first, last, counts) adds to counts[i
+// - first] how often this block has number i.
 template <class Count>
 __device__ void count_all(int64_t total, int32_t* out, const Count& count) {
   __shared__ int32_t counts[kMostCounts];
@@ -129,7 +129,7 @@ __device__ void count_all(int64_t total, int32_t* out, const Count& count) {
   }
 }
 
-// A thread reads several choices at a time, its neighbours those beside them.
+// Counts choices by expert. A thread reads several at a time, its neighbours those beside them.
 template <class Index>
 __device__ void count_choices(const CountLaunch& call, const Share& tokens) {
   count_all(call.num_experts, call.per_expert, [&](int64_t first, int64_t last, int32_t* counts) {
@@ -152,9 +152,9 @@ __device__ void count_choices(const CountLaunch& call, const Share& tokens) {
   });
 }
 
-// How many tokens go to each of `total` ranks, or hosts. of(token's routes, k) is the rank or host
-// of a choice, -1 for none; see(token, first, bits) hears which of the numbers first .. first + 63
-// a token has.
+// Counts the tokens that go to each of `total` ranks, or hosts. of(token's routes, k) is the rank
+// or host of a choice, -1 for none; see(token, first, bits) is told which of the numbers first ..
+// first + 63 a token has.
 template <class Index, class Of, class See>
 __device__ void count_tokens(
     const CountLaunch& call,
@@ -186,7 +186,7 @@ __device__ void count_tokens(
   });
 }
 
-// Marks the ranks first .. first + 63 of a token, of those that there are.
+// Marks a token's ranks among first .. first + 63, as far as there are so many.
 __device__ void mark_ranks(const CountLaunch& call, int64_t token, int64_t first, uint64_t bits) {
   constexpr int kInWord = 8;
   bool* const marks = call.is_token_in_rank + token * call.num_ranks + first;

@@ -21,7 +21,7 @@ struct CountLaunch {
   bool* is_token_in_rank = nullptr;       // [num_tokens, num_ranks]
 };
 
-// stream: a cudaStream_t of this GPU. They throw Error (kCuda, kUnsupported without CUDA).
+// `stream` is a cudaStream_t of this GPU. Both throw Error (kCuda, kUnsupported without CUDA).
 void prepare_count_routing();  // once per device and before any capture
 void launch_count_routing(const CountLaunch& call, int gpu, void* stream);
 

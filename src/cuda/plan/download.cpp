@@ -132,7 +132,7 @@ class BlockReader {
     }
   }
 
-  // Arrivals without kept routes are left out.
+  // Reads a source's arrivals, but those without kept routes.
   Arrivals read_received(uint32_t source) {
     const int32_t num_arrivals = block_.received()[source];
     bool is_sound =
@@ -178,7 +178,7 @@ class BlockReader {
   size_t topk_;
 };
 
-// A copied block holds the plan itself. Throws Error (kInvalidArgument).
+// Checks that a copied block holds this plan. Throws Error (kInvalidArgument).
 void check_serial(const PlanView& on_host, const PlanView& plan, const Context& context) {
   WEFT_CHECK_ARG(
       context,

@@ -1,20 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan of a call of few tokens, made by some blocks of the grid of dispatch/fused.cu. Every
-// rank sends its whole routing to all others and makes from all of it what concerns itself, so that
-// ranks wait for each other only once:
+// rank sends its whole routing to all others and makes its own part of the plan from all routing,
+// so that ranks wait for each other only once:
 //
 //   routing to all ranks -> routing of all ranks, count -> shape -> slots, records of this rank
 //
-// A block plans for a part of one rank's tokens, as plan.cu plans for its own, and writes the
-// records of the arrivals that come from there; before these, the slots, for which rows wait. Each
-// block counts the routes of all ranks by itself; one more block writes the shape. A block executes
-// most instructions once or twice, so that its time is that of fetching them: loops are not
-// unrolled, except where several loads must be in flight together. swap_routing.cuh has the first
-// step.
+// A block plans for a part of one rank's tokens, as plan.cu does for its own rank, and writes first
+// the slots, for which rows wait, then the records of the tokens' arrivals. Each block counts the
+// routes of all ranks by itself; one more block writes the shape. A block executes most
+// instructions once or twice, so that its time is that of fetching them: loops are not unrolled,
+// except where several loads must be in flight together. swap_routing.cuh has the first step.
 //
 // Each block also plans the replicas of popular experts, if there are any, between reading and
 // counting (balance/fused.cuh): all routes become those to physical experts. Only then it is known
-// where rows go; the block that writes the shape tells those that push them.
+// where rows go; the block that writes the shape tells the pushing blocks.
 #pragma once
 
 #include "cuda/device/wait.cuh"
@@ -29,13 +28,13 @@ __device__ __forceinline__ EagerSlot* eager_slots_of(const RankView& me, uint32_
   return reinterpret_cast<EagerSlot*>(control_of(me, me.rank) + me.map.eager_slots_offset(source));
 }
 
-// The warp's share of a span of tokens.
+// Returns the warp's share of a span of tokens.
 __device__ __forceinline__ PartSpan warp_tokens(const PartSpan& span, const PlanPlace& place) {
   constexpr uint32_t kWarps = kRoutedThreads / kPlanLanes;  // known here, so that nothing divides
   return part_span(span.first, span.last, kWarps, place.warp);
 }
 
-// One warp counts its share of a span of tokens of rank `from`.
+// Counts, by one warp, its share of a span of tokens of rank `from`.
 __device__ __forceinline__ void count_span(
     const PlanLaunch& call,
     const PlanPlace& place,
@@ -66,8 +65,8 @@ __device__ __forceinline__ void count_span(
   }
 }
 
-// All threads count everybody's routes and leave the sums as accept_words() of swap_counts.cuh
-// does. `part` is of the tokens of the rank that is planned.
+// Counts, by all threads, all ranks' routes and leaves the sums as accept_words() of
+// swap_counts.cuh does. `part` is of the planned rank's tokens.
 __device__ inline void count_all(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared, const PartSpan& part
 ) {
@@ -106,8 +105,8 @@ __device__ inline void count_all(
   __syncthreads();
 }
 
-// Experts that a block plans for: those that tokens choose. BalancedExperts of balance/fused.cuh
-// takes its place where there are replicas.
+// Experts that a block plans for: those that tokens choose. With replicas BalancedExperts of
+// balance/fused.cuh is used instead.
 struct PlainExperts {
   static constexpr bool kIsBalanced = false;
 
@@ -119,9 +118,9 @@ struct PlainExperts {
   __device__ void settle(const PlanPlace& /*place*/, const PlanShared& /*shared*/) const {}
 };
 
-// All threads of a block that plans for one of `num_parts` parts of the tokens of place.source:
-// until everybody's routes are counted. `tell` is called when they are known. False if the call is
-// given up.
+// Reads and counts all ranks' routes, by all threads of a block that plans for one of `num_parts`
+// parts of the tokens of place.source. Calls `tell` once routes are known. Returns false if the
+// call is given up.
 template <class Experts, class Tell>
 __device__ __forceinline__ bool count_for(
     const PlanLaunch& call,
@@ -163,7 +162,7 @@ __device__ __forceinline__ bool count_for(
   return true;
 }
 
-// One warp writes the routing of its tokens into the plan.
+// Writes, by one warp, the routing of its tokens into the plan.
 __device__ inline void keep_routing(const PlanLaunch& call, const PlanPlace& place) {
   const auto step = static_cast<int32_t>(place.step);
 #pragma unroll 1
@@ -183,13 +182,13 @@ __device__ inline void keep_routing(const PlanLaunch& call, const PlanPlace& pla
 // all ranks are accepted.
 inline constexpr uint32_t kRoutedPlanParts = 2;
 
-// One thread waits until both are done. Returns false if the call is given up.
+// Waits, by one thread, for both parts. Returns false if the call is given up.
 __device__ inline bool await_parts(const RankView& me, uint32_t epoch) {
   const WaitSite site = {Op::kPlan, epoch, me.rank, WaitFor::kGrid};
   return wait_reached(me, &me.local->grid, kRoutedPlanParts, site, 2);
 }
 
-// All threads of a block write this rank's routing, once it is to physical experts, and say so.
+// Writes this rank's routing to physical experts and says so, by all threads of a block.
 __device__ inline void tell_routes(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -201,14 +200,14 @@ __device__ inline void tell_routes(
   }
 }
 
-// One thread of another block waits for them. Returns false if the call is given up.
+// Waits, by one thread of another block, for tell_routes(). Returns false if the call is given up.
 __device__ inline bool await_routes(const RankView& me) {
   const uint64_t number = current_call(me);
   const WaitSite site = {Op::kPlan, static_cast<uint32_t>(number), me.rank, WaitFor::kGrid};
   return wait_reached(me, &me.local->routed, number, site, 2);
 }
 
-// All threads of a block write the shape and this rank's routing. Returns false if the call is
+// Writes the shape and this rank's routing, by all threads of a block. Returns false if the call is
 // given up.
 template <class Experts>
 __device__ __forceinline__ bool plan_shape(
@@ -244,8 +243,8 @@ __device__ __forceinline__ bool plan_shape(
   return is_made;
 }
 
-// All threads of a block: the records of what a part of the tokens of place.source makes here, and
-// what this rank keeps of its own tokens. False if the call is given up.
+// Writes, by all threads of a block, the records of a part of place.source's tokens here, and what
+// this rank keeps of its own tokens. Returns false if the call is given up.
 template <class Experts>
 __device__ __forceinline__ bool plan_records(
     const PlanLaunch& call,
@@ -280,8 +279,8 @@ __device__ __forceinline__ bool plan_records(
   return true;
 }
 
-// One thread of another block waits until the slots of eager rows are there and the handshakes of
-// all ranks are accepted. Returns false if the call is given up.
+// Waits, by one thread of another block, until the slots of eager rows are there and all ranks'
+// handshakes are accepted. Returns false if the call is given up.
 __device__ inline bool await_slots(const PlanLaunch& call, uint32_t epoch) {
   const RankView& me = call.me;
   const WaitSite site = {Op::kPlan, epoch, me.rank, WaitFor::kGrid};
@@ -289,8 +288,9 @@ __device__ inline bool await_slots(const PlanLaunch& call, uint32_t epoch) {
   return wait_reached(me, &me.local->placed, num_jobs + 1, site, 2);
 }
 
-// All threads of the first call.num_blocks blocks, after send_routing(). It stops where the call is
-// given up. after_shape(): what the first block does when it has written the shape, or cleared it.
+// Makes the plan, by all threads of the first call.num_blocks blocks, after send_routing(). Stops
+// if the call is given up. The first block calls after_shape() once it has written or cleared the
+// shape.
 template <class Experts, class AfterShape>
 __device__ __forceinline__ void make_routed_plan(
     const PlanLaunch& call,
@@ -321,7 +321,7 @@ __device__ __forceinline__ void make_routed_plan(
   }
 }
 
-// One warp of the grid, with `word` in shared memory, sends the handshake of the call.
+// Sends the handshake of the call, by one warp of the grid, with `word` in shared memory.
 __device__ inline void post_plan_words(
     const PlanLaunch& call, uint32_t epoch, DeviceHandshake& word
 ) {
@@ -349,8 +349,8 @@ __device__ inline void recall_plan_word(
   __syncwarp();
 }
 
-// One warp of the grid, with the handshake in shared memory, awaits those of all ranks, as in every
-// call. It tells the planning blocks when they are accepted.
+// Awaits all ranks' handshakes, as in every call, by one warp of the grid, with the own one in
+// shared memory. Tells the planning blocks once they are accepted.
 __device__ inline void accept_plan_words(
     const PlanLaunch& call, uint32_t epoch, const DeviceHandshake& word
 ) {

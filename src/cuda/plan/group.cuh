@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Third part of the plan kernel: from all ranks' counts it computes the block of rows of every
-// expert, where this block's routes lie in them, and the shape of this rank's output.
+// Third part of the plan kernel: computes, from all ranks' counts, every expert's block of rows,
+// where this thread block's routes lie in it, and the shape of this rank's output.
 // plan/group_shape.cpp does the same on the host. Before: swap_counts.cuh; after: place_routes.cuh.
 #pragma once
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ int64_t padded_rows(const BlockRule& rule, int64_t ro
   return rule.pad_multiple == 1 ? rows : padded_count(rows, rule.pad_multiple);  // spares a divide
 }
 
-// The rows that the experts of `rank` need in this layout.
+// Returns the rows that the experts of `rank` need in this layout.
 __device__ __forceinline__ int64_t
 needed_rows(const PlanGroup& group, const PlanShared& shared, uint32_t rank) {
   switch (group.layout) {
@@ -42,14 +42,14 @@ needed_rows(const PlanGroup& group, const PlanShared& shared, uint32_t rank) {
   }
 }
 
-// The rows of the output of `rank`: its budget, or what it needs.
+// Returns the rows of the output of `rank`: its budget, or what it needs.
 __device__ __forceinline__ int64_t
 output_rows(const PlanGroup& group, const PlanShared& shared, uint32_t rank) {
   const int64_t budget = shared.words[rank].number;
   return budget < 0 ? needed_rows(group, shared, rank) : budget;
 }
 
-// The rows of an expert in its owner's output, in every layout except kRankMajor.
+// Returns the rows of an expert in its owner's output, in every layout except kRankMajor.
 __device__ __forceinline__ GroupBlock
 expert_block(const PlanGroup& group, const PlanShared& shared, uint32_t expert, uint32_t owner) {
   const uint32_t first = owner * group.per_rank;
@@ -58,7 +58,7 @@ expert_block(const PlanGroup& group, const PlanShared& shared, uint32_t expert, 
   return {begin, block_limit(group.rule, begin, output_rows(group, shared, owner))};
 }
 
-// Each lane gets the sum of the values of all warps before its own.
+// Returns, to each lane, the sum of the values of all warps before its own.
 __device__ __forceinline__ int64_t sum_before(const int64_t* of_warps, const PlanPlace& place) {
   int64_t sum = place.lane < place.warp ? of_warps[place.lane] : 0;
 #pragma unroll
@@ -68,7 +68,7 @@ __device__ __forceinline__ int64_t sum_before(const int64_t* of_warps, const Pla
   return __shfl_sync(kAllLanes, sum, 0);
 }
 
-// All threads turn begin[0, count] into the sums of the values before each.
+// Turns, by all threads, begin[0, count] into the sums of the values before each.
 __device__ inline void scan_begins(
     int64_t* begin, uint32_t count, const PlanPlace& place, int64_t* partial
 ) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ int64_t warp_largest(int64_t value) {
   return value;
 }
 
-// All threads find the largest of their values.
+// Returns, to all threads, the largest of their values.
 __device__ inline int64_t largest_of(int64_t value, const PlanPlace& place, int64_t* partial) {
   value = warp_largest(value);
   if (place.lane == 0) {
@@ -121,7 +121,7 @@ __device__ inline int64_t largest_of(int64_t value, const PlanPlace& place, int6
   return warp_largest(place.lane < place.num_warps ? partial[place.lane] : value);
 }
 
-// All threads fill `runs` and find out whether routes to or from this rank lack room.
+// Fills `runs`, by all threads, and returns whether routes to or from this rank lack room.
 __device__ inline bool find_runs(
     const PlanLaunch& call, const PlanGroup& group, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -154,8 +154,8 @@ __device__ inline bool find_runs(
   return __syncthreads_or(static_cast<int>(lacks_room)) != 0;
 }
 
-// All threads compute everything that follows from the counts. wants_largest: PlanGroup::largest is
-// needed although the caller has given a stride.
+// Computes, by all threads, everything that follows from the counts. `wants_largest`: finds
+// PlanGroup::largest although the caller has given a stride.
 __device__ inline PlanGroup shape_group(
     const PlanLaunch& call,
     const PlanPlace& place,
@@ -187,7 +187,7 @@ __device__ inline PlanGroup shape_group(
   return group;
 }
 
-// All threads of one block write the shape into a plan block, or into its copy in host memory.
+// Writes the shape, by all threads of one block, into a plan block or its copy in host memory.
 __device__ inline void write_shape(
     const PlanLaunch& call,
     const PlanGroup& group,
@@ -260,7 +260,7 @@ __device__ inline void write_shape(
   }
 }
 
-// All threads of one block write this rank's shape to the host, if asked for.
+// Writes this rank's shape to the host, if asked for, by all threads of one block.
 __device__ inline void tell_host(
     const PlanLaunch& call, const PlanGroup& group, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -276,7 +276,7 @@ __device__ inline void tell_host(
   }
 }
 
-// All threads of one block clear what a later call would follow in a plan that was given up.
+// Clears, by all threads of one block, what a later call would follow in a given-up plan.
 __device__ inline void clear_plan(const PlanView& plan) {
   if (threadIdx.x == 0) {
     *plan.header() = PlanHeader{};

@@ -27,13 +27,13 @@ struct ImportedSetup {
   }
 };
 
-// The arrivals of `source` at each rank, which lie behind its handshake in this rank's control
+// Returns the arrivals of `source` at each rank, behind its handshake in this rank's control
 // region.
 __device__ const int32_t* counts_of(const RankView& me, uint32_t epoch, int source) {
   return reinterpret_cast<const int32_t*>(word_of(me, me.rank, epoch, source) + 1);
 }
 
-// Threads [0, num_ranks) of one block send this rank's counts and handshake, each to one rank.
+// Sends this rank's counts and handshake: threads [0, num_ranks) of one block, each to one rank.
 __device__ void post_counts(
     const ImportedPlanLaunch& call, uint32_t epoch, const DeviceHandshake& word
 ) {
@@ -48,7 +48,7 @@ __device__ void post_counts(
   post_word_by_thread(me, epoch, word);
 }
 
-// All threads of every block exchange the handshakes. Returns false if the call is given up.
+// Exchanges the handshakes, by all threads of every block. Returns false if the call is given up.
 __device__ bool meet_ranks(ImportedSetup& setup, const ImportedPlanLaunch& call) {
   const RankView& me = call.me;
   if (threadIdx.x == 0) {
@@ -129,7 +129,7 @@ __device__ void copy_records(const ImportedPlanLaunch& call, const ImportedSetup
   copy(map.origins(me), records.origins, sizeof(int32_t) * routes);
 }
 
-// One block writes what follows from all ranks' counts.
+// Writes, by one block, what follows from all ranks' counts.
 __device__ void write_counts(const ImportedPlanLaunch& call, const ImportedSetup& setup) {
   const RankView& me = call.me;
   const uint32_t epoch = setup.epoch;
@@ -155,7 +155,7 @@ __device__ void write_counts(const ImportedPlanLaunch& call, const ImportedSetup
   }
 }
 
-// All threads. The last block that has copied tells all receivers.
+// Called by all threads. The last block that has copied tells all receivers.
 __device__ void raise_records(const ImportedPlanLaunch& call, const ImportedSetup& setup) {
   __syncthreads();
   if (threadIdx.x != 0) {

@@ -48,8 +48,8 @@ token_neighbours(const PlanPlace& place, const LaneRoute& route, uint32_t topk) 
   return out;
 }
 
-// Rows of `primary` and `arrival` and the chunk begins of the step's tokens. `lanes` and `next`
-// are lane r's: first lanes of rank r's arrivals, and the number of the first of them.
+// Writes rows of `primary` and `arrival` and the chunk begins of the step's tokens. Lane r's
+// `lanes` and `next`: first lanes of rank r's arrivals, and the number of the first of these.
 __device__ __forceinline__ void write_pairs(
     const PlanLaunch& call,
     const PlanPlace& place,
@@ -90,7 +90,7 @@ __device__ __forceinline__ void write_pairs(
   }
 }
 
-// The record of one route, and of its arrival by the arrival's first lane.
+// Writes the record of one route, and that of its arrival by the arrival's first lane.
 __device__ __forceinline__ void write_record(
     const PlanLaunch& call,
     const PlanPlace& place,
@@ -154,7 +154,7 @@ __device__ __forceinline__ void write_eager_slots(
   }
 }
 
-// One lane loads expert and weight of its route in the step that begins at `first`.
+// Loads, by each lane, expert and weight of its route in the step that begins at `first`.
 __device__ __forceinline__ LaneRoute
 load_route(const PlanLaunch& call, const PlanPlace& place, int32_t first) {
   LaneRoute route;
@@ -174,7 +174,7 @@ load_route(const PlanLaunch& call, const PlanPlace& place, int32_t first) {
   return route;
 }
 
-// The slot of each lane's route; expert-major layouts count on in the warp's row of `counts`.
+// Returns the slot of each lane's route; layouts by expert count on in the warp's row of `counts`.
 __device__ __forceinline__ int32_t place_route(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared, const LaneRoute& route
 ) {
@@ -197,15 +197,15 @@ __device__ __forceinline__ int32_t place_route(
   return route.is_route() ? shared.runs[column].slot(number) : -1;
 }
 
-// Lane r: the number of the warp's first arrival at rank r.
+// Returns, in lane r, the number of the warp's first arrival at rank r.
 __device__ __forceinline__ uint32_t
 first_arrival(const PlanPlace& place, const PlanShared& shared) {
   const uint32_t* counts = shared.counts + place.warp * place.columns;
   return place.lane < place.num_ranks ? shared.before[place.lane] + counts[place.lane] : 0;
 }
 
-// The target and the arrival of each lane's route in a step. Lane r knows in `next` the number of
-// the next arrival at rank r; it gets the lanes that are first of their token to rank r.
+// Finds the target and the arrival of each lane's route in a step. Lane r has in `next` the number
+// of the next arrival at rank r; returns to it the lanes that are first of their token to rank r.
 __device__ __forceinline__ uint32_t
 find_arrivals(const PlanPlace& place, LaneRoute& route, uint32_t topk, uint32_t next) {
   const auto expert = static_cast<uint32_t>(route.expert);
@@ -219,8 +219,8 @@ find_arrivals(const PlanPlace& place, LaneRoute& route, uint32_t topk, uint32_t 
   return arrivals.lanes;
 }
 
-// One warp writes the records of its tokens' arrivals. slot_of(route): the slot of the lane's
-// route.
+// Writes, by one warp, the records of its tokens' arrivals. slot_of(route) is the lane's route's
+// slot.
 template <class SlotOf>
 __device__ __forceinline__ void write_records(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared, const SlotOf& slot_of
@@ -250,7 +250,7 @@ __device__ __forceinline__ void write_records(
   }
 }
 
-// One warp gives its tokens' routes their slots and writes the records of their arrivals.
+// Gives, by one warp, its tokens' routes their slots and writes the records of their arrivals.
 __device__ inline void place_tokens(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -259,8 +259,8 @@ __device__ inline void place_tokens(
   });
 }
 
-// Does the first of two parts of place_tokens(): it finds what moves rows. It leaves the slots of
-// the routes where their experts have been, in shared memory.
+// Does the first of two parts of place_tokens(): finds where rows go, and leaves the routes' slots
+// in shared.route_slot.
 __device__ inline void place_eager_rows(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -290,7 +290,7 @@ __device__ inline void write_eager_records(
   });
 }
 
-// All threads of one block write the end of the last chunk of tokens at every receiver.
+// Writes the end of the last chunk of tokens at every receiver, by all threads of one block.
 __device__ inline void close_chunks(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {

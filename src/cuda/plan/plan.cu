@@ -17,7 +17,7 @@
 
 namespace weft {
 
-// The whole plan of one rank, by the first blocks of a grid:
+// Makes the whole plan of one rank, by the first blocks of a grid:
 //
 //   read routing, count -> [blocks meet] -> counts to all ranks -> counts of all ranks -> shape
 //   -> slots, records to their receivers -> [last block] records are there
@@ -25,7 +25,7 @@ namespace weft {
 // Each block adds up the counts of the whole rank and computes the shape of the whole group by
 // itself: that costs less than if the blocks met once more.
 
-// All threads. The last block that has written its records tells all receivers.
+// Called by all threads. The last block that has written its records tells all receivers.
 __device__ inline void raise_records(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -43,7 +43,7 @@ __device__ inline void raise_records(
   tell_records(call.me, *shared.call);
 }
 
-// All threads of all blocks make the plan. If the call is given up, all threads of a block return
+// Makes the plan, by all threads of all blocks. If the call is given up, a block's threads return
 // together.
 __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShared& shared) {
   PlanPlace place = plan_place(call, epoch);
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kMaxPlanThreads, 2)
   finish_call(call.me, epoch);
 }
 
-// Waits, with a deadline, until a plan's arrival records have come from all sources. It is no call
-// of its own, so it counts no epoch.
+// Waits, with a deadline, until a plan's arrival records have come from all sources. The wait is no
+// call of its own, so it counts no epoch.
 __global__ void wait_records(
     const __grid_constant__ RankView me, const __grid_constant__ PlanView plan
 ) {
@@ -108,7 +108,7 @@ uint64_t plan_scratch_bytes(const PlanMap& map) {
   return sizeof(int32_t) * uint64_t{kMaxPlanBlocks} * (map.num_ranks + map.num_experts);
 }
 
-// For every exchange of this device, so the kernel may get the most that any may need.
+// Serves every exchange of this device, so the kernel may get the most that any may need.
 void prepare_plan(const PlanMap& map) {
   load(wait_records);
   const PlanSharedMap shared = {map.num_ranks, map.num_experts};

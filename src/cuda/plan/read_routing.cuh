@@ -17,7 +17,8 @@ struct StepArrivals {
   uint32_t lower_ranks = 0;  // receivers of the lane's token before the lane's own
 };
 
-// `target` is the rank that the lane's route goes to, num_ranks or more for none.
+// Finds a step's arrivals. `target`: the rank that the lane's route goes to, num_ranks or more for
+// none.
 __device__ __forceinline__ StepArrivals
 step_arrivals(const PlanPlace& place, uint32_t pair, uint32_t target, uint32_t topk) {
   const bool is_first = (pair & low_lanes(place.lane)) == 0;
@@ -32,15 +33,15 @@ step_arrivals(const PlanPlace& place, uint32_t pair, uint32_t target, uint32_t t
   return out;
 }
 
-// The lanes whose routes are of the same token and go to the same rank; a lane without a route has
-// only itself.
+// Returns the lanes whose routes are of the same token and go to the same rank; without a route,
+// this lane alone.
 __device__ __forceinline__ uint32_t
 pair_lanes(const PlanPlace& place, bool is_route, uint32_t target) {
   const uint32_t alone = 1U << 16 | place.lane;
   return __match_any_sync(kAllLanes, is_route ? place.group << 8 | target : alone);
 }
 
-// This rank's own routing is at fault, of `token`; FaultKind says what the numbers mean.
+// Raises a fault of this rank's own routing, of `token`; FaultKind says what the numbers mean.
 __device__ inline void raise_bad_token(
     const RankView& me, uint32_t epoch, FaultKind kind, int32_t token, int32_t what, int64_t wanted
 ) {
@@ -55,7 +56,7 @@ __device__ inline void raise_bad_token(
   raise_fault(me, fault);
 }
 
-// Eight bytes of a map's row from `first` on as a mask of the set ones.
+// Returns the set ones of eight bytes of a map's row from `first` on, as a mask.
 __device__ __forceinline__ uint32_t
 map_bits(const uint8_t* row, uint32_t first, uint32_t num_experts, bool is_aligned) {
   uint32_t bits = 0;
@@ -79,7 +80,7 @@ map_bits(const uint8_t* row, uint32_t first, uint32_t num_experts, bool is_align
   return bits;
 }
 
-// One warp refuses what is no expert among the indices that a token's row of the map was made of.
+// Refuses, by one warp, non-experts among the indices that a token's row of the map was made of.
 __device__ __forceinline__ void check_indices(
     const PlanLaunch& call, const PlanPlace& place, int32_t token
 ) {
@@ -94,7 +95,7 @@ __device__ __forceinline__ void check_indices(
   }
 }
 
-// One warp turns the set experts of its tokens' map rows, in ascending order, into routes.
+// Turns, by one warp, the set experts of its tokens' map rows, in ascending order, into routes.
 __device__ inline void read_map(const PlanLaunch& call, const PlanPlace& place) {
   constexpr int kBatch = 4;  // rows in flight; a guess
   constexpr uint32_t kLaneExperts = 8;
@@ -174,7 +175,7 @@ __device__ inline void read_map(const PlanLaunch& call, const PlanPlace& place) 
   }
 }
 
-// Experts of up to kBatch steps of the warp's tokens from topk_idx; written into the plan.
+// Reads the experts of up to kBatch steps of the warp's tokens from topk_idx into the plan.
 template <int kBatch>
 __device__ __forceinline__ void read_topk(
     const PlanLaunch& call, const PlanPlace& place, int32_t first, int32_t (&expert)[kBatch]
@@ -218,7 +219,7 @@ __device__ __forceinline__ void read_topk(
   }
 }
 
-// One warp counts the routes of a step of tokens by expert. Lane r gets their arrivals at rank r.
+// Counts, by one warp, a step's routes by expert. Returns in lane r their arrivals at rank r.
 __device__ __forceinline__ uint32_t count_step(
     const PlanPlace& place,
     bool is_route,
@@ -234,7 +235,7 @@ __device__ __forceinline__ uint32_t count_step(
   return static_cast<uint32_t>(__popc(step_arrivals(place, pair, target, topk).lanes));
 }
 
-// One warp fills its row of shared.counts, which must be zero before.
+// Fills, by one warp, its row of shared.counts, which must be zero before.
 __device__ inline void count_tokens(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {

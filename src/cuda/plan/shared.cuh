@@ -28,15 +28,15 @@ struct PlanShared : PlanArrays {
   uint64_t* call;       // the call's number in full, as one thread writes it
   uint32_t num_routes;  // most of a rank, in a plan that is made from all ranks' routing
 
-  // Experts of the routes of `rank`: [num_routes], all ones for none. own(): [columns] counts of
-  // this rank.
+  // Returns the experts of the routes of `rank`: [num_routes], all ones for none. own(): [columns]
+  // counts of this rank.
   [[nodiscard]] __device__ uint16_t* experts_of(uint32_t rank) const {
     return experts + rank * num_routes;
   }
   [[nodiscard]] __device__ int32_t* own() const { return reinterpret_cast<int32_t*>(message + 1); }
 };
 
-// Constant sizes; the rest is dynamic.
+// Shared arrays of constant sizes; the rest is dynamic.
 struct SmallPlanShared {
   std::byte* control[kMaxDomainRanks];
   std::byte* blocks[kMaxDomainRanks];
@@ -45,7 +45,7 @@ struct SmallPlanShared {
   uint64_t call;
 };
 
-// `base` has PlanSharedMap::num_bytes().
+// Lays arrays out; `base` has PlanSharedMap::num_bytes().
 __device__ inline PlanShared carve(
     const PlanSharedMap& map, std::byte* base, SmallPlanShared& small
 ) {
@@ -104,7 +104,7 @@ struct PlanPlace {
   }
 };
 
-// Without tokens.
+// Returns this thread's place, without tokens.
 __device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
   PlanPlace place;
   place.epoch = epoch;
@@ -129,7 +129,7 @@ __device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
   return place;
 }
 
-// The warp's share of this rank's tokens, which the first blocks of the grid plan together.
+// Returns the warp's share of this rank's tokens, which the grid's first blocks plan together.
 __device__ inline PartSpan own_tokens(const PlanLaunch& call, const PlanPlace& place) {
   const PartSpan block = part_span(0, call.num_tokens, place.num_blocks, blockIdx.x);
   return part_span(block.first, block.last, place.num_warps, place.warp);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parts of the plan kernel that host and device share: small integer arithmetic, and the layout of
-// a block's shared memory, as byte offsets: the host asks how large it is, the kernel (shared.cuh)
-// where each array lies.
+// a block's shared memory, from which the host takes its size, the kernel (shared.cuh) each array's
+// place.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace weft {
 
-// A slot in 32 bits. Limits are clamped alike, so what cannot be numbered is dropped.
+// Returns a slot in 32 bits. Limits are clamped alike, so what has no such number is dropped.
 WEFT_HD constexpr uint32_t slot_number(int64_t slot) {
   constexpr int64_t kMost = INT32_MAX;
   return slot < 0 ? 0U : static_cast<uint32_t>(slot < kMost ? slot : kMost);
@@ -22,14 +22,14 @@ struct alignas(8) SlotRun {
   uint32_t start = 0;
   uint32_t limit = 0;
 
-  // Slot of the route or arrival number `place` of the run; -1 if it must be dropped.
+  // Returns the slot of the run's route or arrival `place`; -1 if it must be dropped.
   [[nodiscard]] WEFT_HD constexpr int32_t slot(uint32_t place) const {
     const uint32_t at = start + place;  // both are below 2^31
     return at < limit ? static_cast<int32_t>(at) : -1;
   }
 };
 
-// Bits [0, count) of a lane mask; count from 0 to 32.
+// Returns bits [0, count) of a lane mask; count from 0 to 32.
 WEFT_HD constexpr uint32_t low_lanes(uint32_t count) {
   return count >= 32 ? 0xffffffffU : (1U << count) - 1U;
 }
@@ -56,8 +56,8 @@ WEFT_HD constexpr PartSpan part_span(
 inline constexpr uint32_t kPlanLanes = 32;
 inline constexpr uint32_t kMaxPlanThreads = 512;  // of a block; a guess
 
-// A block of fused.cuh plans for a part of one rank's tokens. Besides those it counts, separately,
-// the tokens of other ranks and the other parts of that rank.
+// A block of fused.cuh plans for a part of one rank's tokens. Besides that part it counts,
+// separately, other ranks' tokens and that rank's other parts.
 enum OtherCounts : uint32_t { kEarlierRanks, kLaterRanks, kEarlierParts, kLaterParts };
 inline constexpr uint32_t kOtherCounts = 4;
 
@@ -84,7 +84,7 @@ struct PlanSharedMap {
   uint32_t num_routes = 0;  // most of a rank; 0 where routes are not kept here
 
   [[nodiscard]] WEFT_HD constexpr uint32_t columns() const { return num_ranks + num_experts; }
-  // Fewer warps where each one's counts are many: at most 80 KiB of counts. That is a guess; a
+  // Returns fewer threads where each warp's counts are many: at most 80 KiB of counts, a guess; a
   // block of compute capability 8.0 may have 163 KiB of shared memory in all.
   [[nodiscard]] WEFT_HD constexpr uint32_t num_threads() const {
     constexpr uint32_t kMostCounts = 20 * 1024;
@@ -94,7 +94,7 @@ struct PlanSharedMap {
     }
     return threads;
   }
-  // take(array, its bytes) for each array, in the order in which they lie.
+  // Calls take(array, its bytes) for each array, in the order in which they lie.
   template <class Take>
   WEFT_HD constexpr void lay_out(PlanArrays& arrays, const Take& take) const {
     const auto add = [&](auto*& array, uint32_t count, uint32_t more_bytes = 0) {

@@ -15,7 +15,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpLanes;
 constexpr int64_t kMostBlocks = 1024;  // a guess: enough for every GPU
 
-// One warp.
+// Zeroes a row, by one warp.
 __device__ void clear(void* row, int64_t bytes, uint32_t lane) {
   if ((reinterpret_cast<uintptr_t>(row) | static_cast<uintptr_t>(bytes)) % sizeof(uint4) == 0) {
     auto* const out = static_cast<uint4*>(row);
@@ -30,7 +30,7 @@ __device__ void clear(void* row, int64_t bytes, uint32_t lane) {
   }
 }
 
-// One warp. The sum and the weights of the lanes `others`, in their order, as a CPU adds them.
+// Adds to `sum`, by one warp, the weights of the lanes `others`, in their order, as a CPU does.
 __device__ float sum_of_repeats(float sum, float weight, uint32_t others) {
   while (__any_sync(kAllLanes, static_cast<int>(others != 0)) != 0) {
     const int from = others != 0 ? __ffs(static_cast<int>(others)) - 1 : 0;

@@ -17,7 +17,7 @@ struct SpreadLaunch {
   float* spread = nullptr;         // likewise; null: not wanted
 };
 
-// stream: a cudaStream_t of this GPU. They throw Error (kCuda, kUnsupported without CUDA).
+// `stream` is a cudaStream_t of this GPU. Both throw Error (kCuda, kUnsupported without CUDA).
 void prepare_spread_routing();  // once per device and before any capture
 void launch_spread_routing(const SpreadLaunch& call, int gpu, void* stream);
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Second part of the plan kernel: the counts of all blocks become those of this rank, which go to
-// every rank behind the handshake, and all ranks' counts come in. swap_counts() is both parts.
-// Before: read_routing.cuh; after: group.cuh, or balance/swap.cu.
+// Second part of the plan kernel: sums all blocks' counts to this rank's, sends these to every rank
+// behind the handshake, and takes in all ranks' counts. swap_counts() does both parts. Before:
+// read_routing.cuh; after: group.cuh, or balance/swap.cu.
 #pragma once
 
 #include "cuda/device/wait.cuh"
@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// Offset of the handshake of a source and its counts on every rank, and the signal that says so.
+// Return the offset of a source's handshake and counts on every rank, and the signal behind them.
 __device__ __forceinline__ uint64_t
 word_offset(const PlanLaunch& call, uint32_t epoch, uint32_t source) {
   const DeviceControlMap& map = call.me.map;
@@ -22,7 +22,7 @@ word_signal(const PlanLaunch& call, uint32_t epoch, uint32_t source) {
   return call.is_second ? signals.second_word(epoch, source) : signals.word(epoch, source);
 }
 
-// One thread writes this rank's handshake, except for its status.
+// Writes, by one thread, this rank's handshake, except for its status.
 __device__ inline void write_word(const PlanLaunch& call, DeviceHandshake& word) {
   word = DeviceHandshake();
   word.op = Op::kPlan;
@@ -33,8 +33,8 @@ __device__ inline void write_word(const PlanLaunch& call, DeviceHandshake& word)
   word.signature = call.signature;
 }
 
-// All threads of all blocks wait until every block of this rank has come here. Returns false if the
-// call is given up.
+// Waits, by all threads of all blocks, until every block of this rank has come here. Returns false
+// if the call is given up.
 __device__ inline bool meet_blocks(const PlanLaunch& call, const PlanPlace& place) {
   bool is_met = true;
   __syncthreads();
@@ -48,8 +48,9 @@ __device__ inline bool meet_blocks(const PlanLaunch& call, const PlanPlace& plac
   return __syncthreads_and(static_cast<int>(is_met)) != 0;
 }
 
-// All threads: the counts of the block's warps become those of the warps before each; own() and
-// `before` get the sums of the rank and of its earlier blocks. False if the call is given up.
+// Turns, by all threads, each warp's counts into the sums of the block's warps before it; own() and
+// `before` get the sums of the rank and of its earlier blocks. Returns false if the call is given
+// up.
 __device__ inline bool sum_blocks(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -95,8 +96,8 @@ __device__ inline bool sum_blocks(
   return true;
 }
 
-// All threads: handshake and counts go to this block's share of the peers. Behind a refusal the
-// counts mean nothing.
+// Sends, by all threads, handshake and counts to this block's share of the peers. Behind a refusal
+// the counts mean nothing.
 __device__ inline void post_message(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -134,9 +135,8 @@ __device__ inline void post_message(
   }
 }
 
-// All threads wait for the handshakes of all peers and read them together with the counts; this
-// rank's own are in shared memory. A rank that is lost has no tokens. Returns false if the call is
-// given up.
+// Waits, by all threads, for all peers' handshakes and reads them with the counts; this rank's own
+// are in shared memory. A rank that is lost has no tokens. Returns false if the call is given up.
 __device__ inline bool accept_words(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -203,7 +203,7 @@ __device__ inline bool accept_words(
   return __syncthreads_and(static_cast<int>(is_good)) != 0;
 }
 
-// All threads of all blocks count this rank's routing and learn the counts of all ranks. If the
+// Counts this rank's routing and learns all ranks' counts, by all threads of all blocks. If the
 // call is given up, all threads of a block return false together.
 __device__ inline bool swap_counts(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared

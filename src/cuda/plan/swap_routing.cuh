@@ -16,7 +16,7 @@ struct ChosenExperts {
   const FastDivide& per_rank;
 };
 
-// All threads of a planning block send this rank's routing to the block's share of the ranks.
+// Sends this rank's routing to the block's share of the ranks, by all threads of a planning block.
 // `num_experts`: ChosenExperts::count.
 __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch, uint32_t num_experts) {
   const int64_t unknown = call.ignores_unknown ? -1 : INT32_MIN;
@@ -42,7 +42,7 @@ __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch, uint
   }
 }
 
-// A route out of range, as every rank finds it: the one whose it is says which.
+// Reports a route out of range, which every rank finds; only its own rank says which it is.
 __device__ __noinline__ void raise_bad_route(
     const PlanLaunch& call, const PlanPlace& place, int source, int route
 ) {
@@ -58,8 +58,8 @@ __device__ __noinline__ void raise_bad_route(
   raise_fault(call.me, fault);
 }
 
-// One warp reads the sizes of rank `from`; one of the warps that read its routes keeps them in
-// shared.words. Returns the rank's number of routes, or -1 if the call is given up.
+// Reads, by one warp, the sizes of rank site.peer; one of the warps that read the rank's routes
+// keeps them in shared.words. Returns its number of routes, or -1 if the call is given up.
 __device__ __forceinline__ int read_sizes(
     const PlanLaunch& call,
     const PlanPlace& place,
@@ -86,8 +86,8 @@ __device__ __forceinline__ int read_sizes(
   return is_good ? static_cast<int>(tokens) * call.topk : -1;
 }
 
-// All threads, each warp for one rank at a time: everybody's sizes and routing, and the weights of
-// the rank that is planned. False if the call is given up or a route is out of range.
+// Reads all ranks' sizes and routing, and the weights of the planned rank: all threads, each warp
+// for one rank at a time. Returns false if the call is given up or a route is out of range.
 __device__ inline bool read_all(
     const PlanLaunch& call,
     const PlanPlace& place,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's routes: how many go to each expert, and in token order to which of its places.
+// Counts one rank's routes by expert, and gives each in token order one of its expert's places.
 //
 // Blocks and their warps have consecutive parts of the routes. A route's number among those to its
-// expert is what blocks before it have counted, what warps before it in the block have, and what
-// its own warp has passed. Before: the router; after: the ordinary plan, of physical experts.
+// expert adds up the counts of earlier blocks, of earlier warps of the block, and of what its own
+// warp has passed. Before: the router; after: the ordinary plan, of physical experts.
 #pragma once
 
 #include <cstdint>
@@ -39,14 +39,14 @@ __device__ inline PartSpan routes_of_block(const AssignLaunch& call) {
   return part_span(0, num_routes, kAssignBlocks, blockIdx.x);
 }
 
-// [num_experts] zeroes.
+// Zeroes `size` counts.
 __device__ inline void clear_counts(int32_t* counts, int size) {
   for (int i = static_cast<int>(threadIdx.x); i < size; i += static_cast<int>(blockDim.x)) {
     counts[i] = 0;
   }
 }
 
-// -1: none. What is neither that nor an expert becomes num_experts.
+// Returns a route's expert; -1: none. What is neither that nor an expert becomes num_experts.
 __device__ __forceinline__ int32_t expert_of(const AssignLaunch& call, int32_t route) {
   const int32_t token = route / call.topk;
   const int64_t at = int64_t{token} * call.stride + (route - token * call.topk);
@@ -59,7 +59,7 @@ __device__ __forceinline__ bool is_expert(const PhysicalExperts& shape, int32_t 
   return expert >= 0 && expert < shape.num_experts;
 }
 
-// `counts` [num_experts] grows by the routes [first, last) at thread, thread + step, ...
+// Adds to `counts` [num_experts] the routes of a span at thread, thread + step, ...
 __device__ inline void count_span(
     const AssignLaunch& call, const PartSpan& routes, int thread, int step, int32_t* counts
 ) {
@@ -71,7 +71,7 @@ __device__ inline void count_span(
   }
 }
 
-// All threads.
+// Loads places and quotas, by all threads.
 __device__ inline AssignShared load_places(const AssignLaunch& call, int32_t* base) {
   const int num_experts = call.shape.num_experts;
   const int num_places = call.shape.count();
@@ -95,7 +95,7 @@ __device__ inline AssignShared load_places(const AssignLaunch& call, int32_t* ba
   return shared;
 }
 
-// One thread: the quotas of an expert's places become ends.
+// Turns, by one thread, the quotas of an expert's places into ends.
 __device__ __forceinline__ void quotas_to_ends(const AssignShared& shared, int expert) {
   int32_t end = 0;
   for (int place = shared.first[expert]; place >= 0; place = shared.next[place]) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void quotas_to_ends(const AssignShared& shared, int e
   }
 }
 
-// All threads: quotas become ends, and counts of warps the numbers of their first routes.
+// Turns, by all threads, quotas into ends and warps' counts into the numbers of their first routes.
 __device__ inline void sum_up(const AssignLaunch& call, const AssignShared& shared) {
   const int num_experts = call.shape.num_experts;
   for (int expert = static_cast<int>(threadIdx.x); expert < num_experts; expert += kAssignThreads) {
@@ -124,8 +124,8 @@ __device__ inline void sum_up(const AssignLaunch& call, const AssignShared& shar
   __syncthreads();
 }
 
-// All lanes of a warp, which has `counts`, give 32 routes their places; lanes beyond the part have
-// expert -1.
+// Gives 32 routes their places, by all lanes of a warp with its own `counts`; lanes beyond the part
+// have expert -1.
 __device__ __forceinline__ int32_t assign_step(
     const PhysicalExperts& shape, const AssignShared& shared, int32_t* counts, int32_t expert
 ) {

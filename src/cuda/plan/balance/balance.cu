@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of launch.hpp and their kernels, of the functions of place.cuh, spread.cuh,
+// The launches of launch.hpp and their kernels, which call the functions of place.cuh, spread.cuh,
 // share_out.cuh and assign.cuh. fused.cuh calls the same functions in a larger launch.
 #include <algorithm>
 #include <string>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps before the plan kernel where popular experts get replicas, in the same call: the counts of
-// all ranks, the replicas, and this rank's routes to physical experts. Nothing waits for the host.
+// Queues what comes before the plan kernel where popular experts get replicas: the counts of all
+// ranks, the replicas, and this rank's routes to physical experts. Nothing waits for the host.
 // Previous in the data flow: the router; next: plan/plan.cu, as the call's second half.
 #include <limits>
 
@@ -30,7 +30,7 @@ PhysicalExperts shape_of(const PlanMap& map) {
       static_cast<int>(map.replicas)};
 }
 
-// -> words in all.
+// Returns the words in all; a null `base` only counts.
 uint64_t lay_out(const PlanMap& map, int32_t* base, BalanceMemory& memory) {
   const PhysicalExperts shape = shape_of(map);
   const auto experts = static_cast<uint64_t>(shape.num_experts);

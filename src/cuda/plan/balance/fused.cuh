@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Replicas in the launch that plans and dispatches few tokens (plan/fused.cuh). Each block that
-// plans has the routing of all ranks, so that it does by itself, in shared memory, what the kernels
-// of balance.cu do one after the other, with their functions:
+// Replicas in the launch that plans and dispatches few tokens (plan/fused.cuh). Each planning block
+// has all ranks' routing, so it does by itself, in shared memory, what the kernels of balance.cu do
+// one after the other, with the same functions:
 //
 //   routing of all ranks -> counts -> place.cuh or spread.cuh -> share_out.cuh -> assign.cuh
 //
@@ -78,7 +78,7 @@ class BalancedExperts {
     return {static_cast<uint32_t>(shape_.num_experts), call_.chosen_per_rank};
   }
 
-  // All threads: shared.experts, the routes of all ranks, become those to physical experts.
+  // Turns, by all threads, shared.experts, all ranks' routes, into those to physical experts.
   __device__ __forceinline__ void settle(const PlanPlace& place, const PlanShared& shared) const {
     count(shared);
     BalanceLaunch balance;
@@ -103,7 +103,7 @@ class BalancedExperts {
     assign(place, shared);
   }
 
-  // All threads of one block.
+  // Writes where replicas lie into the plan, by all threads of one block.
   __device__ void write_placement() const {
     for (int i = thread(); i < shape_.num_ranks * shape_.replicas; i += kPlaceThreads) {
       call_.plan.plan.placement()[i] = arrays_.replicas[i];
@@ -119,7 +119,7 @@ class BalancedExperts {
     return shared.words[source].num_tokens * call_.plan.topk;
   }
 
-  // All threads: counts, and from them the rows of all experts.
+  // Finds, by all threads, the counts, and from them the rows of all experts.
   __device__ __forceinline__ void count(const PlanShared& shared) const {
     const int num_experts = shape_.num_experts;
     clear_counts(arrays_.counts, shape_.num_ranks * num_experts);
@@ -149,7 +149,7 @@ class BalancedExperts {
     __syncthreads();
   }
 
-  // All threads: quotas and lists of places.
+  // Finds, by all threads, quotas and lists of places.
   __device__ __forceinline__ void share_out(const BalanceLaunch& balance, uint32_t lost) const {
     const int num_experts = shape_.num_experts;
     const int num_replicas = shape_.num_ranks * shape_.replicas;
@@ -181,7 +181,7 @@ class BalancedExperts {
     __syncthreads();
   }
 
-  // All threads, each warp the routes of one source at a time.
+  // Assigns routes to places, by all threads; each warp has one source at a time.
   __device__ __forceinline__ void assign(const PlanPlace& place, const PlanShared& shared) const {
     const int num_experts = shape_.num_experts;
     clear_counts(arrays_.counts, shape_.num_ranks * num_experts);
@@ -212,7 +212,7 @@ class BalancedExperts {
     __syncthreads();
   }
 
-  // `counts` are of the source's only warp.
+  // Returns a source's arrays; `counts` are of its only warp.
   [[nodiscard]] __device__ __forceinline__ AssignShared of_source(int source, uint32_t lost) const {
     return {
         arrays_.places.first,

@@ -21,7 +21,7 @@
 
 namespace weft {
 
-// int32 words of memory that call.cpp needs for plans with up to `largest.replicas` replicas.
+// Returns the int32 words that call.cpp needs for plans with up to `largest.replicas` replicas.
 [[nodiscard]] uint64_t balance_scratch_words(const PlanMap& largest);
 
 inline constexpr int kMostBalancedRanks = 64;
@@ -83,9 +83,9 @@ void launch_plan_balance(
 );
 void launch_assign_routes(const AssignLaunch& call, cudaStream_t stream);
 
-// The counts of all ranks: `counts` [num_ranks, num_experts], zeroes if the call is given up. It is
-// the first half of a collective call, which checks this rank's routing and the signature;
-// launch_plan() with PlanLaunch::is_second is the other. `plan` is as for launch_plan() with
+// Gathers all ranks' counts in `counts` [num_ranks, num_experts], zeroes if the call is given up.
+// This first half of a collective call checks this rank's routing and the signature; launch_plan()
+// with PlanLaunch::is_second is the other. `plan` is as for launch_plan() with
 // PlanMap::of_chosen(); of the plan's block only the routes are written, and peers write nothing
 // there.
 void prepare_swap_counts();  // once per device and before any capture

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The placement of replicas, by one block: plan/balance/place.cpp with a warp for each limit of a
-// round, and one to even out what they find. After: share_out.cuh.
+// Places replicas, by one block: plan/balance/place.cpp with a warp for each limit of a round, and
+// one to even out the result. After: share_out.cuh.
 //
-// Values that a step of an attempt reads are in registers, a rank's load in the lane of that number
-// (of the second half, for more than 32 ranks), and in the warp's own part of shared memory, so
-// that a replica costs four reductions over the warp, two at a time, and no wait for other warps.
+// A step of an attempt reads registers, where lane r has the load of rank r (for more than 32 ranks
+// also of r + 32), and the warp's own part of shared memory, so that a replica costs four
+// reductions over the warp, two at a time, and no wait for other warps.
 #pragma once
 
 #include <cstdint>
@@ -52,14 +52,14 @@ __device__ __forceinline__ int32_t in_blocks(const BalanceLaunch& call, int32_t 
   return call.block_rows > 1 ? rows - rows % call.block_rows : rows;
 }
 
-// The fewest rows of a replica.
+// Returns the fewest rows of a replica.
 __device__ __forceinline__ int32_t least_rows(const BalanceLaunch& call) {
   const int64_t rows = int64_t{call.min_rows} + call.block_rows - 1;
   return in_blocks(call, static_cast<int32_t>(min(rows, int64_t{kMostRows})));
 }
 
-// All lanes of a warp try to keep `limit`. `load`: rows of each rank without replicas, -1 beyond
-// the ranks. Returns the rows of the busiest rank, or -1 if the limit cannot be kept.
+// Tries, by all lanes of a warp, to keep `limit`. `load`: rows of each rank without replicas, -1
+// beyond the ranks. Returns the rows of the busiest rank, or -1 if the limit cannot be kept.
 template <int kPerLane>
 __device__ inline int32_t try_limit(
     const BalanceLaunch& call,
@@ -132,7 +132,7 @@ __device__ inline int32_t try_limit(
   }
 }
 
-// All threads: `rows` [num_experts] of all sources.
+// Sums, by all threads, the `rows` [num_experts] of all sources.
 __device__ inline void sum_sources(const BalanceLaunch& call, int32_t* rows) {
   const int num_experts = call.shape.num_experts;
   for (int expert = static_cast<int>(threadIdx.x); expert < num_experts; expert += kPlaceThreads) {
@@ -149,7 +149,7 @@ __device__ inline void sum_sources(const BalanceLaunch& call, int32_t* rows) {
   __syncthreads();
 }
 
-// All threads. `loads` [num_ranks] rows of the masters of each rank.
+// Sums, by all threads, the rows of each rank's masters to `loads` [num_ranks].
 __device__ inline void sum_ranks(
     const PhysicalExperts& shape, const int32_t* rows, int32_t* loads
 ) {
@@ -167,7 +167,7 @@ __device__ inline void sum_ranks(
   __syncthreads();
 }
 
-// All threads write a placement to the caller's memory; without `experts` it has no replicas.
+// Writes a placement to the caller's memory, by all threads; without `experts` it has no replicas.
 __device__ inline void publish(const BalanceLaunch& call, const PlacedRows& placed) {
   const PhysicalExperts& shape = call.shape;
   const auto thread = static_cast<int>(threadIdx.x);
@@ -181,7 +181,7 @@ __device__ inline void publish(const BalanceLaunch& call, const PlacedRows& plac
   }
 }
 
-// All lanes of a warp before an attempt.
+// Resets `placed` before an attempt, by all lanes of a warp.
 __device__ inline void clear_placed(
     const PhysicalExperts& shape, const int32_t* rows, const PlacedRows& placed
 ) {
@@ -195,8 +195,8 @@ __device__ inline void clear_placed(
   __syncwarp();
 }
 
-// All threads: the most replicas that some rank sends or takes of what was published. `moved`
-// [2 * num_ranks].
+// Returns, to all threads, the most replicas that some rank sends or takes in the published
+// placement. `moved` has [2 * num_ranks].
 __device__ inline int32_t most_moved(const BalanceLaunch& call, int32_t* moved) {
   const PhysicalExperts& shape = call.shape;
   const auto thread = static_cast<int>(threadIdx.x);
@@ -226,7 +226,7 @@ struct PlaceShared {
   int32_t* moved;    // [2 * num_ranks]
 };
 
-// All threads: the rows of what was published, to be poured. `poured` has the words of an attempt.
+// Copies, by all threads, the published rows, to be poured. `poured` has the words of an attempt.
 __device__ inline PouredRows copy_published(const BalanceLaunch& call, int32_t* poured) {
   const PhysicalExperts& shape = call.shape;
   const PouredRows rows = {poured, call.replicas, poured + shape.num_experts};
@@ -247,7 +247,8 @@ __device__ inline PouredRows copy_published(const BalanceLaunch& call, int32_t* 
   return rows;
 }
 
-// All lanes of a warp. Returns the rows of the busiest rank, or -1 if a replica would have too few.
+// Pours copied rows, by all lanes of a warp. Returns the rows of the busiest rank, or -1 if a
+// replica would have too few.
 template <int kPerLane>
 __device__ inline int32_t pour_placed(
     const BalanceLaunch& call, uint32_t lost, const PouredRows& rows
@@ -277,8 +278,8 @@ __device__ inline int32_t pour_placed(
   return __all_sync(kAllLanes, is_enough) != 0 ? most : -1;
 }
 
-// All threads: even_out() of plan/balance/place.cpp. `best`: rows of the busiest rank as published.
-// Returns that number afterwards.
+// Does even_out() of plan/balance/place.cpp, by all threads. `best`: rows of the busiest rank as
+// published. Returns that number afterwards.
 template <int kPerLane>
 __device__ inline int32_t even_out(
     const BalanceLaunch& call, uint32_t lost, const PlaceShared& shared, int32_t best
@@ -304,7 +305,8 @@ __device__ inline int32_t even_out(
   return poured;
 }
 
-// All threads of a block, once `rows` of all experts are there; those of `lost` ranks have none.
+// Places replicas, by all threads of a block, once `rows` of all experts are there; experts of
+// `lost` ranks have none.
 template <int kPerLane>
 __device__ __forceinline__ void place_replicas(
     const BalanceLaunch& call, uint32_t lost, const PlaceShared& shared

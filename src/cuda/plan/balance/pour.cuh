@@ -18,8 +18,8 @@ struct PouredRows {
   int32_t* here;           // [shape.count()] rows of each place
 };
 
-// All lanes of a warp turn the marks of experts that have replicas into the list of these. -> how
-// many there are.
+// Turns, by all lanes of a warp, the marks of experts that have replicas into a list. Returns its
+// length.
 __device__ inline int list_experts(const PhysicalExperts& shape, int32_t* poured) {
   int count = 0;
   for (int first = 0; first < shape.num_experts; first += kWarpLanes) {
@@ -37,8 +37,9 @@ __device__ inline int list_experts(const PhysicalExperts& shape, int32_t* poured
   return count;
 }
 
-// All lanes of a warp pour all rows of an expert on its places: to the emptiest ranks, up to one
-// level, of which the first have one more. `load`: rows of each rank. True if it changed anything.
+// Pours, by all lanes of a warp, all rows of an expert on its places: to the emptiest ranks, up to
+// one level, the first of them with one more. `load`: rows of each rank. Returns whether anything
+// changed.
 template <int kPerLane>
 __device__ inline bool pour(
     const PhysicalExperts& shape,
@@ -101,8 +102,8 @@ __device__ inline bool pour(
   return __any_sync(kAllLanes, has_changed) != 0;
 }
 
-// Returns the rank whose place of a listed expert takes what is less than a block: the owner, or
-// where that is lost the rank of the last replica. `place` as places_of() has it.
+// Returns the rank whose place of a listed expert takes what is less than a block: the owner or, if
+// it is lost, the rank of the last replica. `place` as places_of() has it.
 template <int kPerLane>
 __device__ __forceinline__ int last_rank(
     const PhysicalExperts& shape, uint32_t lost, int expert, const OfRanks<kPerLane>& place
@@ -118,7 +119,7 @@ __device__ __forceinline__ int last_rank(
   return is_lost_rank(lost, owner) ? last : owner;
 }
 
-// All lanes of a warp: places of an expert keep whole blocks, and the last one takes the rest.
+// Leaves an expert's places whole blocks, and the last one the rest, by all lanes of a warp.
 template <int kPerLane>
 __device__ inline void leave_whole_blocks(
     const BalanceLaunch& call,
@@ -148,7 +149,7 @@ __device__ inline void leave_whole_blocks(
   }
 }
 
-// All lanes of a warp pour the first `count` experts of the list until nothing changes.
+// Pours, by all lanes of a warp, the list's first `count` experts until nothing changes.
 template <int kPerLane>
 __device__ inline void pour_all(
     const BalanceLaunch& call,

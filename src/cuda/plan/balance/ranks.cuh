@@ -10,8 +10,8 @@
 
 namespace weft {
 
-// LocalState::lost as balancing reads it. `lost`: of a launch. A bit for each of the first 32
-// ranks; more are only simulated.
+// Returns LocalState::lost, given a launch's `lost`: a bit for each of the first 32 ranks; more are
+// only simulated.
 __device__ __forceinline__ uint32_t load_lost(const uint32_t* lost) {
   return lost == nullptr ? 0 : *lost;
 }
@@ -28,7 +28,8 @@ struct OfRanks {
   [[nodiscard]] static __device__ int rank(int k) { return lane_index() + k * kWarpLanes; }
 };
 
-// The lowest rank whose lane says yes; there is one. is_it(k) is of the lane's k-th rank.
+// Returns the lowest rank for which is_it() holds; there is one. is_it(k) asks for the lane's k-th
+// rank.
 template <int kPerLane, class IsIt>
 __device__ __forceinline__ int lowest_rank(const IsIt& is_it) {
   int lowest = -1;
@@ -40,7 +41,7 @@ __device__ __forceinline__ int lowest_rank(const IsIt& is_it) {
   return lowest;
 }
 
-// The place of `expert` on each rank, -1: none, or the rank is lost. `experts`: [num_ranks,
+// Returns the place of `expert` on each rank, -1: none, or the rank is lost. `experts`: [num_ranks,
 // replicas] of each replica.
 template <int kPerLane>
 __device__ inline OfRanks<kPerLane> places_of(

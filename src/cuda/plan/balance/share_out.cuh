@@ -29,14 +29,14 @@ struct LaidOut {
   OfRanks<kPerLane> room_begin;
 };
 
-// How many rows [begin, begin + length) and [other_begin, other_begin + other) have in common.
+// Returns the rows common to [begin, begin + length) and [other_begin, other_begin + other).
 __device__ __forceinline__ int32_t
 in_common(int32_t begin, int32_t length, int32_t other_begin, int32_t other) {
   return max(0, min(begin + length, other_begin + other) - max(begin, other_begin));
 }
 
-// All lanes of a warp. Takes away from `sent` and `room` what the groups exchange. The room of rank
-// `last` lies behind all others; -1: by rank.
+// Lays out, by all lanes of a warp. Takes from `sent` and `room` what the groups exchange. The room
+// of rank `last` lies behind all others; -1: by rank.
 template <int kPerLane>
 __device__ inline LaidOut<kPerLane> lay_out(
     int num_ranks,
@@ -77,7 +77,7 @@ __device__ inline LaidOut<kPerLane> lay_out(
   return laid;
 }
 
-// All lanes of a warp write the list of an expert's places, in the order in which they are filled.
+// Writes, by all lanes of a warp, the list of an expert's places, in the order of filling.
 template <int kPerLane>
 __device__ inline void link_places(
     const BalanceLaunch& call, int expert, const OfRanks<kPerLane>& place
@@ -121,7 +121,7 @@ __device__ __forceinline__ void add_common(
   }
 }
 
-// All lanes of a warp.
+// Finds an expert's quotas and places, by all lanes of a warp.
 template <int kPerLane>
 __device__ inline void share_expert(const BalanceLaunch& call, int expert) {
   const PhysicalExperts& shape = call.shape;
@@ -173,7 +173,7 @@ __device__ inline void share_expert(const BalanceLaunch& call, int expert) {
   }
 }
 
-// All lanes of a warp: nobody sends to the `index`-th place for replicas if it is empty.
+// Clears, by all lanes of a warp, the quotas of the `index`-th place for replicas if it is empty.
 __device__ inline void clear_empty(const BalanceLaunch& call, int index) {
   const PhysicalExperts& shape = call.shape;
   if (call.replicas[index] >= 0) {
@@ -188,7 +188,7 @@ __device__ inline void clear_empty(const BalanceLaunch& call, int index) {
   }
 }
 
-// A warp for each expert, then one for each place for replicas.
+// Returns blocks for a warp for each expert, then one for each place for replicas.
 inline int share_blocks(const PhysicalExperts& shape) {
   return (shape.count() + kShareWarps - 1) / kShareWarps;
 }

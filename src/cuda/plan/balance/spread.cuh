@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows for replicas that lie where somebody else decided: plan/balance/spread.cpp by one warp, with
-// a lane for each rank, since a rank has at most one place of an expert. pour.cuh has the core of
-// it. After: share_out.cuh.
+// Finds rows for replicas whose placement is given: plan/balance/spread.cpp by one warp, with a
+// lane for each rank, since a rank has at most one place of an expert. pour.cuh has the core.
+// After: share_out.cuh.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ __device__ inline SpreadShared spread_shared(const PhysicalExperts& shape, int32
   return shared;
 }
 
-// All threads: every row at its master, unless that is lost, and the placement as it is given:
+// Puts, by all threads, every row at its master, unless that is lost, and replicas as given:
 // placement[i] is of the i-th place for replicas.
 template <class Given>
 __device__ inline void place_given(
@@ -70,7 +70,7 @@ __device__ inline void place_given(
   __syncthreads();
 }
 
-// All lanes of a warp: the last replica of an expert stands in for its master, which is lost.
+// Gives, by all lanes of a warp, the rows of an expert with a lost master to its last replica.
 __device__ inline void stand_in(
     const PhysicalExperts& shape,
     uint32_t lost,
@@ -85,7 +85,7 @@ __device__ inline void stand_in(
   }
 }
 
-// All lanes of a warp. `load`: rows of each rank, with all rows at their masters.
+// Pours, by all lanes of a warp. `load`: rows of each rank, with all rows at their masters.
 __device__ inline void pour_given(
     const BalanceLaunch& call, uint32_t lost, const SpreadShared& shared, OfRanks<1> load
 ) {
@@ -98,7 +98,8 @@ __device__ inline void pour_given(
   pour_all(call, lost, {shared.spread, shared.experts, shared.here}, count, load);
 }
 
-// All threads of a block, once `rows` of all experts are there. `loads`: memory for [num_ranks].
+// Spreads rows, by all threads of a block, once `rows` of all experts are there. `loads`: memory
+// for [num_ranks].
 template <class Given>
 __device__ __forceinline__ void spread_rows(
     const BalanceLaunch& call,

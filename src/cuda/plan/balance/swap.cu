@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The counts of all ranks, before balancing: what the plan kernel begins with, as the first half of
-// a call whose second is the plan of physical experts. Both have the number of the one call.
+// Gathers all ranks' counts before balancing: what the plan kernel begins with, as the first half
+// of a call whose second is the plan of physical experts. Both halves have that call's number.
 // Before: the router; after: launch_plan_balance.
 #include "cuda/device/kernel.cuh"
 #include "cuda/plan/balance/launch.hpp"
@@ -17,7 +17,7 @@ struct SwapLaunch {
   int32_t* counts = nullptr;
 };
 
-// One block: what accept_words() has waited for, by source.
+// Writes, by one block, the counts that accept_words() has waited for, by source.
 __device__ inline void write_counts(
     const SwapLaunch& call, const PlanPlace& place, const PlanShared& shared, bool is_good
 ) {
@@ -37,9 +37,9 @@ __device__ inline void write_counts(
   }
 }
 
-// Every thread of every block calls it as the last thing in the kernel: as finish_call(), but that
-// the call goes on, unless all ranks give it up. One that a rank gives up alone goes on, so that
-// its handshakes tell the others.
+// Ends the kernel, called by every thread of every block: as finish_call(), but the call goes on
+// unless all ranks give it up. A call that a rank gives up alone goes on, so that its handshakes
+// tell the others.
 __device__ inline void finish_half(const RankView& me) {
   __syncthreads();
   if (threadIdx.x == 0 && ptx::add_acq_rel_gpu(&me.local->done, 1) == gridDim.x - 1) {
