@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How every kernel of dispatch and combine begins: this rank's handshake (DeviceHandshake) goes to
-// all peers, the peers' handshakes are awaited, and with them come the addresses to which this rank
-// writes. The kernel also waits here until the plan's arrival records have come from every source.
+// Begins every kernel of dispatch and combine: sends this rank's handshake (DeviceHandshake) to all
+// peers and awaits theirs, which bring the addresses to which this rank writes. It also waits until
+// the plan's arrival records have come from every source.
 //
 // Before: the kernels of plan/. After: the roles in dispatch/push.cuh, dispatch/fan_out.cuh,
 // combine/reduce.cuh and combine/sum.cuh.
@@ -34,9 +34,8 @@ struct CallSetup {
   }
 };
 
-// One thread of a block fills in this rank's handshake. `call`, the launch, has what the host
-// knows; the epoch, the plan's number and whether an earlier call has failed are known on the
-// device only.
+// Fills in this rank's handshake, by one thread of a block. `call`, the launch, has what the host
+// knows; only the device knows the epoch, the plan's number and whether an earlier call has failed.
 template <class Launch>
 __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& call) {
   const RankView& me = call.me;
@@ -81,9 +80,9 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
   }
 }
 
-// All threads of every block call it. It returns false if the call is given up. With `is_eager` the
-// rows go among the peers' eager rows, whose addresses nobody has to tell: no handshake is waited
-// for here, and some blocks call accept_peers() later. `part`: of a call in two launches.
+// Begins a call; all threads of every block call it. Returns false if the call is given up. With
+// `is_eager` rows go among the peers' eager rows, at known addresses: this waits for no handshake,
+// and some blocks call accept_peers() later. `part`: of a call in two launches.
 template <class Launch>
 __device__ inline bool begin_call(
     CallSetup& setup, const Launch& call, bool is_eager = false, CallPart part = CallPart::kAll
@@ -154,8 +153,8 @@ __device__ inline bool begin_call(
   return setup.failures == 0;
 }
 
-// All threads of a block whose begin_call() had `is_eager`, whether it failed or not: waits for the
-// handshakes. It returns false if the call is given up.
+// Waits for the handshakes, by all threads of a block whose begin_call() had `is_eager`, even if
+// that failed. Returns false if the call is given up.
 __device__ inline bool accept_peers(CallSetup& setup, const RankView& me) {
   const int peer = static_cast<int>(threadIdx.x);
   DeviceHandshake said;

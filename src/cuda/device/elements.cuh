@@ -43,7 +43,7 @@ struct Float32 {
   static constexpr int kPerVector = 4;
 };
 
-// f(Element()) of the elements that `dtype` names.
+// Returns f(Element()) of the elements that `dtype` names.
 template <class F>
 auto with_element(DType dtype, const F& f) {
   switch (dtype) {

@@ -23,14 +23,14 @@ cudaFuncAttributes load(void (*kernel)(Parameters...)) {
   return attributes;
 }
 
-// How much shared memory a block may have beside what the kernel declares.
+// Sets how much shared memory a block may have beside what the kernel declares.
 template <class... Parameters>
 void allow_shared(void (*kernel)(Parameters...), int bytes) {
   constexpr auto kWhat = cudaFuncAttributeMaxDynamicSharedMemorySize;
   WEFT_CUDA(Context{}, cudaFuncSetAttribute(kernel, kWhat, bytes));
 }
 
-// Once per device and before any capture.
+// Prepares a kernel, once per device and before any capture.
 template <class Call>
 void prepare(const Kernel<Call>& kernel) {
   const cudaFuncAttributes attributes = load(kernel.function);

@@ -19,7 +19,7 @@ __device__ __forceinline__ int warp_in_block() {
   return static_cast<int>(threadIdx.x) / kWarpLanes;
 }
 
-// Expert of route token * topk + k, of `index_bytes` bytes; not checked.
+// Returns the unchecked expert of route token * topk + k, of `index_bytes` bytes.
 __device__ __forceinline__ int64_t
 given_expert(const void* topk_idx, int32_t index_bytes, size_t route) {
   return index_bytes == sizeof(int64_t) ? __ldg(static_cast<const long long*>(topk_idx) + route)

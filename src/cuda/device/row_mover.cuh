@@ -15,8 +15,8 @@ namespace weft {
 // kLongChunkTokens.
 inline constexpr int kMaxChunkTokens = 4;
 
-// values[index]. A register array must not be indexed by a number that only run time knows: it
-// would move to local memory.
+// Returns values[index]. A register array indexed by a number that only run time knows would move
+// to local memory.
 template <class T>
 __device__ __forceinline__ T pick(const T (&values)[kMaxChunkTokens], int index) {
   T value = values[0];
@@ -77,8 +77,8 @@ __device__ __forceinline__ void for_each_target(const Targets& targets, const St
   visit(targets.second);
 }
 
-// The weight of route `lane` of a token as the caller gave it: by k, or for a map by expert. 0 for
-// a lane without a route.
+// Returns the weight of a token's route `lane` as the caller gave it: by k, or for a map by expert.
+// 0 for a lane without a route.
 template <class Launch>
 __device__ __forceinline__ float given_weight(
     const Launch& call, const float* weights, int64_t token
@@ -95,7 +95,7 @@ __device__ __forceinline__ float given_weight(
                     : weights[token * call.me.map.num_experts + call.plan.chosen_expert(expert)];
 }
 
-// Stores a token's weights, which lanes hold as above, wherever a lane wants them; null: nowhere.
+// Stores a token's weights, held as above, at every lane's `mine`; null: nowhere.
 __device__ __forceinline__ void store_weights(float* mine, float weight, int topk) {
   for_each_target({reinterpret_cast<std::byte*>(mine), nullptr}, [&](std::byte* target) {
     if (lane_index() < topk) {
@@ -157,9 +157,9 @@ __device__ __noinline__ inline bool await_barrier(
   return true;
 }
 
-// Every lane of a warp waits until a phase of a barrier in shared memory is complete. That it comes
-// is certain unless somebody has miscounted; whoever waits for a peer before it arrives here gives
-// up by then. Returns false, with a fault, after that; the caller then leaves its role.
+// Waits, by every lane of a warp, until a phase of a barrier in shared memory is complete. It comes
+// unless arrivals are miscounted: a thread that waits for a peer before it arrives gives up first.
+// Returns false, with a fault, after 3 deadlines; the caller then leaves its role.
 __device__ __forceinline__ bool wait_barrier(
     const RankView& me, Op op, uint64_t* barrier, uint32_t parity
 ) {

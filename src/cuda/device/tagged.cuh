@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Words that say whose call they are of, in the RoutingMap of a rank: all routing of a source for a
-// plan that every rank makes by itself (plan/swap_routing.cuh), or the weights of its tokens for a
+// Words tagged with their call, in the RoutingMap of a rank: all routing of a source for a plan
+// that every rank makes by itself (plan/swap_routing.cuh), or the weights of its tokens for a
 // combine whose rows are eager (combine/sum.cuh sends them, combine/reduce.cuh reads them).
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace weft {
 
-// 64 bits that hold a value and, in the upper half, the epoch of its call: who sees the epoch has
-// the value, so that neither end needs a fence.
+// Returns 64 bits with a value and, in the upper half, its call's epoch: a reader that sees the
+// epoch has the value, so that neither end needs a fence.
 __device__ __forceinline__ uint64_t tagged(uint32_t epoch, uint32_t value) {
   return uint64_t{epoch} << 32 | value;
 }
@@ -21,8 +21,8 @@ __device__ __forceinline__ bool is_of_call(uint64_t word, uint32_t epoch) {
   return static_cast<uint32_t>(word >> 32) == epoch;
 }
 
-// One thread waits until *from is of the site's call; it returns 0 if the call is given up. The
-// function is not inlined: it is called in many places, nearly always with the value there already.
+// Waits, by one thread, until *from is of the site's call; returns 0 if the call is given up. Not
+// inlined, as it is called in many places, nearly always with the value there already.
 __device__ __noinline__ inline uint64_t await_tagged(
     const RankView& me, const uint64_t* from, const WaitSite& site
 ) {
@@ -49,8 +49,8 @@ __device__ __noinline__ inline uint64_t await_tagged(
   }
 }
 
-// One thread gets the value at `from`, where it has read `seen`. Returns false if the call is given
-// up.
+// Gets, by one thread, the value at `from`, where it has read `seen`. Returns false if the call is
+// given up.
 __device__ __forceinline__ bool wait_tagged(
     const RankView& me, const uint64_t* from, const WaitSite& site, uint64_t seen, uint32_t& value
 ) {

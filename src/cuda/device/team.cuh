@@ -57,8 +57,8 @@ struct Team {
   int in_block = 0;
 };
 
-// How many warps share a row: as many as leave each a slice of at most 2 KiB, or 1 KiB in short
-// calls, where latency counts. Both sizes are guesses.
+// Returns how many warps share a row: as many as leave each a slice of at most 2 KiB, or 1 KiB in
+// short calls, where latency counts. Both sizes are guesses.
 WEFT_HD inline int team_warps(int64_t row_bytes, int64_t num_tokens) {
   const int64_t slice = is_short_call(num_tokens) ? 1024 : 2048;
   int warps = 1;
@@ -84,12 +84,13 @@ __device__ __forceinline__ int team_index(int block, int num_blocks, int in_bloc
   return block + in_block * num_blocks;
 }
 
-// The chunks or items first, first + step, ... below `end`.
+// Returns the number of first, first + step, ... below `end`.
 __device__ __forceinline__ int count_from(int first, int step, int end) {
   return first < end ? (end - 1 - first) / step + 1 : 0;
 }
 
-// `block` of the `num_blocks` of a role. Neighbouring teams sit on different multiprocessors.
+// Returns this warp's team in `block` of a role. Neighbouring teams sit on different
+// multiprocessors.
 __device__ __forceinline__ Team make_team(int warps, int block, int num_blocks) {
   const int per_block = kMoverWarps / warps;
   Team team;
@@ -107,7 +108,7 @@ struct Slice {
   Pieces pieces;
 };
 
-// The `part`-th of `num_parts`.
+// Returns the `part`-th slice of `num_parts`.
 __device__ __forceinline__ Slice
 slice_of(int part, int num_parts, int64_t row_bytes, int32_t most) {
   const Pieces parts = cut_row_into(row_bytes, num_parts);
@@ -134,7 +135,7 @@ __device__ __forceinline__ void clear_progress(TeamProgress& progress) {
   }
 }
 
-// All lanes of a warp report that its part of so many chunks is stored.
+// Reports, by all lanes of a warp, that its part of `finished` chunks is stored.
 __device__ __forceinline__ void report_progress(
     TeamProgress& progress, const Team& team, uint32_t finished
 ) {
@@ -145,10 +146,9 @@ __device__ __forceinline__ void report_progress(
   }
 }
 
-// The block's last warp, which moves nothing: calls signal(team in block, n) for the n-th chunk of
-// a team once all of the team's warps have stored it. One fence covers all chunks that are complete
-// by then; the warps that move rows never wait for it. chunks_of(team in block) is what there is to
-// do.
+// Calls, by the block's last warp, signal(team in block, n) for a team's n-th chunk once all of the
+// team's warps have stored it. One fence covers all chunks complete by then; warps that move rows
+// never wait for the fence. chunks_of(team in block) is the number of a team's chunks.
 template <class ChunksOf, class Signal>
 __device__ __forceinline__ void signal_chunks(
     const RankView& me,

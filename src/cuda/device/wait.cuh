@@ -11,9 +11,9 @@
 
 namespace weft {
 
-// An entry of the table of regions, or of that in host memory if the copy has yet to arrive. It is
-// read from the L2 cache, where the host's copies arrive, never from an L1 cache that may hold an
-// earlier table at this address.
+// Returns an entry of the table of regions, or of the table in host memory if the copy has yet to
+// arrive. It is read from the L2 cache, where the host's copies arrive, never from an L1 cache that
+// may hold an earlier table at this address.
 __device__ __forceinline__ std::byte* region_of(const RankView& me, int rank, uint32_t region) {
   const uint32_t index = static_cast<uint32_t>(rank) * kMaxPeerRegions + region;
   uint64_t entry = __ldcg(reinterpret_cast<const unsigned long long*>(me.regions + index));
@@ -27,12 +27,12 @@ __device__ __forceinline__ std::byte* control_of(const RankView& me, int rank) {
   return me.control[rank];
 }
 
-// Signal `slot` of `rank`.
+// Returns the address of signal `slot` of `rank`.
 __device__ __forceinline__ uint32_t* signal_of(const RankView& me, int rank, uint32_t slot) {
   return reinterpret_cast<uint32_t*>(control_of(me, rank)) + slot;
 }
 
-// The epoch up to which the records of `source` are in the plans of `rank`.
+// Returns the address of the epoch up to which `rank`'s plans have the records of `source`.
 __device__ __forceinline__ uint64_t* records_of(const RankView& me, int rank, int source) {
   const auto slot = me.map.signals().records(static_cast<uint32_t>(source));
   return reinterpret_cast<uint64_t*>(signal_of(me, rank, slot));
@@ -46,7 +46,7 @@ __device__ __forceinline__ DeviceHandshake* word_of(
   );
 }
 
-// Epochs of 32 bits wrap; they are compared by their distance.
+// Returns whether `seen` is at or behind `wanted`. Epochs of 32 bits wrap, so distance decides.
 __device__ __forceinline__ bool is_reached(uint32_t seen, uint32_t wanted) {
   return static_cast<int32_t>(seen - wanted) >= 0;
 }
@@ -62,8 +62,8 @@ __device__ __forceinline__ bool is_stopped(const RankView& me) {
   return stop_state(me) != StopState::kRunning;
 }
 
-// Ranks that take no part in the exchange any more, a bit each. Nothing comes of them, they are
-// told of no call, and memory of theirs that is still written to is nobody's.
+// Returns the ranks that take no part any more, a bit each. Nothing comes from these, they are told
+// of no call, and no rank reads memory of theirs that is still written to.
 __device__ __forceinline__ uint32_t lost_ranks(const RankView& me) {
   return me.local->lost;  // the host changes it while no kernel runs
 }
@@ -71,7 +71,7 @@ __device__ __forceinline__ bool is_lost(const RankView& me, int rank) {
   return (lost_ranks(me) >> static_cast<uint32_t>(rank) & 1U) != 0;
 }
 
-// The host finds it in the record, whose kind is there last.
+// Writes a fault to the host's `record`, its kind last.
 __device__ inline void tell(const RankView& me, FaultRecord* record, const FaultRecord& fault) {
   FaultRecord told = fault;
   told.kind = FaultKind::kNone;
@@ -85,8 +85,8 @@ __device__ inline void tell_fault(const RankView& me, const FaultRecord& fault) 
   tell(me, me.fault, fault);
 }
 
-// One thread of a call that goes on in spite of `misuse` notifies the host, unless the host has yet
-// to read that of an earlier call.
+// Tells the host, by one thread, of `misuse` in a call that goes on, unless the host has yet to
+// read an earlier call's misuse.
 __device__ inline void tell_misuse(const RankView& me, const FaultRecord& misuse) {
   FaultRecord* const record = me.fault + 1;
   const auto* told = reinterpret_cast<volatile FaultKind*>(&record->kind);
@@ -96,7 +96,7 @@ __device__ inline void tell_misuse(const RankView& me, const FaultRecord& misuse
   }
 }
 
-// The first fault of a rank is told to its host and ends all waits of its kernel.
+// Ends all waits of this rank's kernel; tells the host of the rank's first fault.
 __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault) {
   // A peer does not know that it is a stranger here, or that its region is missing: it goes on by
   // itself.
@@ -127,7 +127,7 @@ struct WaitSite {
   WaitFor waiting_for;
 };
 
-// A wait at this site has come to its deadline.
+// Raises the fault of a wait at this site that has come to its deadline.
 __device__ inline void raise_timeout(
     const RankView& me, const WaitSite& site, uint64_t seen, uint64_t wanted
 ) {
@@ -142,7 +142,7 @@ __device__ inline void raise_timeout(
   raise_fault(me, fault);
 }
 
-// Memory that the peer of this site names; null, with a fault, if this GPU does not map it.
+// Returns memory that the site's peer names; null, with a fault, if this GPU does not map it.
 __device__ inline std::byte* peer_data(
     const RankView& me, PeerAddress address, const WaitSite& site
 ) {
@@ -160,12 +160,11 @@ __device__ inline std::byte* peer_data(
   return region + address.offset;
 }
 
-// One thread waits until *signal has reached `wanted` (acquire, system scope). It returns false if
-// the call is given up, by this wait's deadline or elsewhere on this rank; the caller then leaves
-// its role. Waits for a lost rank end at once.
-// A call that is given up still waits for handshakes, so that no rank gets two calls ahead of
-// another. `times` multiplies the deadline, for waits whose timeout would say less than that of
-// another wait for the same peer.
+// Waits, by one thread, until *signal has reached `wanted` (acquire, system scope). Returns false
+// if the call is given up, by this wait's deadline or elsewhere on this rank; the caller then
+// leaves its role. Waits for a lost rank end at once. A call that is given up still waits for
+// handshakes, so that no rank gets two calls ahead of another. `times` multiplies the deadline, for
+// waits whose timeout would say less than that of another wait for the same peer.
 template <class Epoch>
 __device__ inline bool wait_reached(
     const RankView& me, const Epoch* signal, Epoch wanted, const WaitSite& site, uint32_t times = 1
@@ -215,7 +214,7 @@ __device__ __forceinline__ bool wait_reached_warp(
   return __shfl_sync(0xffffffffU, static_cast<int>(reached), 0) != 0;
 }
 
-// Number of the running call: the one after the last that finished on this rank.
+// Returns the number of the running call: one more than the last that finished on this rank.
 __device__ __forceinline__ uint64_t current_call(const RankView& me) {
   return *reinterpret_cast<volatile uint64_t*>(&me.local->epoch) + 1;
 }
@@ -223,7 +222,7 @@ __device__ __forceinline__ uint32_t current_epoch(const RankView& me) {
   return *reinterpret_cast<volatile uint32_t*>(&me.local->epoch) + 1;
 }
 
-// How many calls ago this rank broke off; 0: in this call, or it has not.
+// Returns how many calls ago this rank broke off; 0: in this call, or never.
 __device__ __forceinline__ uint32_t calls_since_break(const RankView& me, uint32_t epoch) {
   if (stop_state(me) != StopState::kBroken) {
     return 0;
@@ -233,7 +232,7 @@ __device__ __forceinline__ uint32_t calls_since_break(const RankView& me, uint32
 }
 
 // Returns the status that this rank sends in the handshake of a call. A rank that did not wait for
-// a peer is soon calls ahead of it, and two calls share the place of a handshake: it refuses the
+// a peer is soon calls ahead, and two calls share the place of a handshake: the rank refuses the
 // next call, and is silent in all after that.
 __device__ __forceinline__ WordStatus own_status(const RankView& me, uint32_t epoch) {
   if (!is_stopped(me)) {
@@ -245,9 +244,9 @@ __device__ __forceinline__ WordStatus own_status(const RankView& me, uint32_t ep
                                                          : WordStatus::kRefused;
 }
 
-// Returns the status in a call of rows, in which any block may find a fault before the one that
-// sends the handshake begins. A fault of this very call the peers find by themselves, if they hear
-// what this rank called; were it refused, they would hear no reason.
+// Returns the status in a call of rows, in which any block may find a fault before the block that
+// sends the handshake begins. Peers find a fault of this very call by themselves, if told what this
+// rank called; a refusal would give them no reason.
 __device__ __forceinline__ WordStatus own_status_at_begin(const RankView& me, uint32_t epoch) {
   const StopState state = stop_state(me);
   if (state == StopState::kRunning) {
@@ -262,21 +261,20 @@ __device__ __forceinline__ WordStatus own_status_at_begin(const RankView& me, ui
 }
 
 // Returns whether this rank may write to its peers before their handshakes of this call have come.
-// One that has broken off must not: a peer that did not come may still read what would be written
-// over. A fault of this call keeps no rank from it: blocks that begin late still send their part,
-// from which peers learn of the fault.
+// A rank that has broken off must not: a peer that did not come may still read what would be
+// written over. A fault of this call does not forbid it: blocks that begin late still send their
+// part, from which peers learn of the fault.
 __device__ __forceinline__ bool may_write_ahead(const RankView& me, uint32_t epoch) {
   return calls_since_break(me, epoch) == 0;
 }
 
-// Every so many calls, at the ends of some in a row (a call that is given up renews nothing), each
-// rank renews what it has raised, as epochs of 32 bits would look new again after so long a
-// silence.
+// Every kRenewalCalls calls, at the ends of some in a row (a given-up call renews nothing), each
+// rank renews what it has raised, as 32-bit epochs would look new again after so long a silence.
 inline constexpr uint32_t kRenewalCalls = 1U << 28;
 inline constexpr uint32_t kRenewalsInARow = 16;
 
-// One thread, when a call has ended on this rank: "done up to this call" is true of everything that
-// a call may raise. The routing of the call before has been read by all ranks.
+// Renews signals, by one thread, when a call has ended on this rank: "done up to this call" is true
+// of everything a call may raise. All ranks have read the routing of the call before.
 __device__ __forceinline__ void renew_signals(const RankView& me, uint32_t epoch) {
   const SignalSlots slots = me.map.signals();
   const auto own = static_cast<uint32_t>(me.rank);
@@ -308,10 +306,10 @@ __device__ __noinline__ inline void renew_signals_apart(const RankView& me, uint
   renew_signals(me, epoch);
 }
 
-// Every thread of every block calls it as the last thing in a kernel. A function call for what so
-// seldom happens is cheap where calls are short, as 0.6 of the 16.5 us of case D planned and
-// dispatched; but it takes registers from all that a kernel does, in combine 25 of 306 us on 24
-// multiprocessors (case A; both on one H200).
+// Ends a kernel; every thread of every block calls it last. A function call for the rare renewal is
+// cheap where calls are short, as 0.6 of the 16.5 us of case D planned and dispatched; but it takes
+// registers from all that a kernel does, in combine 25 of 306 us on 24 multiprocessors (case A;
+// both on one H200).
 template <bool kRenewsApart = true>
 __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
   __syncthreads();
@@ -341,7 +339,7 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
   }
 }
 
-// One thread, after a fence, tells all ranks that this one's records of a plan are there.
+// Tells all ranks, by one thread after a fence, that this rank's records of a plan are there.
 __device__ __forceinline__ void tell_records(const RankView& me, uint64_t call) {
   for (int rank = 0; rank < me.num_ranks; ++rank) {
     if (!is_lost(me, rank)) {
@@ -350,7 +348,7 @@ __device__ __forceinline__ void tell_records(const RankView& me, uint64_t call) 
   }
 }
 
-// One thread sends this rank's handshake to one peer.
+// Sends, by one thread, this rank's handshake to one peer.
 __device__ inline void post_word(
     const RankView& me, uint32_t epoch, const DeviceHandshake& word, int peer
 ) {
@@ -366,8 +364,8 @@ __device__ inline void post_word(
   );
 }
 
-// One thread, in the second launch of a call whose handshake the first has sent: what was refused
-// then stays refused, though the host has cleared the fault since.
+// Keeps, by one thread of a call's second launch, the refusal that the first launch has sent,
+// though the host has cleared the fault since.
 __device__ inline void recall_status(const RankView& me, uint32_t epoch, DeviceHandshake& own) {
   if (own.status == WordStatus::kGood &&
       word_of(me, me.rank, epoch, me.rank)->status == WordStatus::kRefused) {
@@ -376,7 +374,7 @@ __device__ inline void recall_status(const RankView& me, uint32_t epoch, DeviceH
   }
 }
 
-// Threads [0, num_ranks) of one block send it, each to one peer.
+// Sends the handshake by threads [0, num_ranks) of one block, each to one peer.
 __device__ inline void post_word_by_thread(
     const RankView& me, uint32_t epoch, const DeviceHandshake& word
 ) {
@@ -440,9 +438,9 @@ __device__ __forceinline__ bool check_word(
   return true;
 }
 
-// One thread per peer, [0, num_ranks), waits for the peer's handshake of this call and compares it
-// with this rank's; a rank does not wait for its own. One that is lost says what this one says, but
-// that it has no tokens. It returns false if the call is given up.
+// Waits, by one thread per peer, [0, num_ranks), for the peer's handshake of this call and compares
+// it with this rank's, for which it does not wait. A lost rank's reads as this rank's, but without
+// tokens. Returns false if the call is given up.
 __device__ inline bool accept_word(
     const RankView& me, uint32_t epoch, const DeviceHandshake& own, int peer, DeviceHandshake& word
 ) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The bulk copy engine of compute capability 9.0 and later (cp.async.bulk): it copies between
 // shared memory and global memory, this GPU's or a peer's. Sizes and addresses are multiples of 16.
-// The engine works through the async proxy; who hands memory over to ordinary accesses, or takes it
-// from them, needs the fences named below.
+// The engine works through the async proxy; handing memory over to ordinary accesses, or taking it
+// from them, needs the fences below.
 #pragma once
 
 #include <cstdint>
@@ -20,27 +20,27 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A phase is complete after so many arrivals and the bytes they announced.
+// Inits a barrier whose phase is complete after `arrivals` and the bytes they announced.
 __device__ __forceinline__ void init_barrier(uint64_t* barrier, uint32_t arrivals = 1) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals)
                : "memory");
 }
 
-// Releases what this thread did before to whoever waits for the phase.
+// Arrives; releases what this thread did before to all that wait for the phase.
 __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// Between ordinary accesses of shared memory, loads included, and an arrival after which the engine
-// may touch it. An arrival by itself does not wait until loads have returned: it overtakes those
-// that a busy multiprocessor delays, and the engine writes over what they are still to read.
+// Fences between ordinary accesses of shared memory, loads included, and an arrival after which the
+// engine may touch it. An arrival alone does not wait until loads have returned: it overtakes loads
+// that a busy multiprocessor delays, and the engine writes over what they are to read.
 __device__ __forceinline__ void fence_async_proxy_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// After init_barrier() and before the first use of the barrier by the copy engine.
+// Called after init_barrier(), before the copy engine first uses the barrier.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   fence_async_proxy_shared();
@@ -64,7 +64,7 @@ __device__ __forceinline__ void bulk_load(
   );
 }
 
-// Bounded by the hardware's own time-out: the caller loops.
+// Returns whether the phase is over; the hardware's own time-out bounds the wait: callers loop.
 __device__ __forceinline__ bool try_wait_barrier(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
   asm volatile(
@@ -101,8 +101,8 @@ __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Between an acquire and bulk loads of the global memory that it made visible. For all memory the
-// fence would wait for whatever else this thread has asked for.
+// Fences between an acquire and bulk loads of the global memory made visible. A fence for all
+// memory would wait for whatever else this thread has asked for.
 __device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.global;" ::: "memory");

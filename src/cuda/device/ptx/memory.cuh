@@ -42,7 +42,7 @@ __device__ __forceinline__ void fence_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// Orders them for threads of this GPU only.
+// Orders the same for threads of this GPU only.
 __device__ __forceinline__ void fence_gpu() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
@@ -56,7 +56,7 @@ __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t 
   return before;
 }
 
-// 16 bytes that are read once: not kept in L1. `volatile` keeps it behind the wait before it.
+// Loads 16 bytes without keeping them in L1. `volatile` keeps the load behind the wait before it.
 __device__ __forceinline__ uint4 load_16(const void* address) {
   uint4 value;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -85,14 +85,14 @@ __device__ __forceinline__ void store_16(void* address, uint4 value) {
                : "memory");
 }
 
-// Nanoseconds of a clock that all GPUs of a host tick alike, if coarsely.
+// Returns nanoseconds of a coarse clock that is the same on all GPUs of a host.
 __device__ __forceinline__ uint64_t nanoseconds() {
   uint64_t value;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
   return value;
 }
 
-// The lower half, for `Patience`.
+// Returns the lower half of nanoseconds(), for `Patience`.
 __device__ __forceinline__ uint32_t clock_now() {
   uint32_t value;
   asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(value));
