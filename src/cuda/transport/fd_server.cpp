@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The server thread and its clients: one message of one byte per descriptor, with the descriptor
-// attached (SCM_RIGHTS).
+// The server thread and its clients: a reply is one byte with the descriptor attached (SCM_RIGHTS).
 #include "cuda/transport/fd_server.hpp"
 
 #include <algorithm>
@@ -19,7 +18,7 @@
 namespace weft {
 namespace {
 
-// How long to wait for a process that may be stopped. A guess.
+// Longest wait for a process that may be stopped. A guess.
 constexpr auto kPatience = std::chrono::seconds(10);
 
 int open_socket(const Context& context) {
@@ -27,8 +26,8 @@ int open_socket(const Context& context) {
   return WEFT_SYS(context, ErrorCode::kNotAvailable, ::socket(AF_UNIX, type, 0));
 }
 
-// The result of a system call that is made again, until the deadline, where a signal interrupts it
-// or the socket is not ready for it. Of a socket that is not connected poll() knows nothing.
+// Returns the result of a system call, repeated until the deadline while a signal interrupts it or
+// the socket is not ready. poll() knows nothing of a socket that is not connected.
 template <class SystemCall>
 auto patient(const pollfd& socket, const Deadline& deadline, const SystemCall& call) {
   for (;;) {
@@ -60,7 +59,8 @@ struct Address {
   socklen_t size = 0;
 };
 
-// Any process on this host may connect, or may have taken the name.
+// Returns whether the other end is this user's: any process on this host may connect, or may have
+// taken the name.
 bool is_same_user(int socket) {
   ucred other = {};
   socklen_t size = sizeof other;
@@ -84,7 +84,7 @@ struct Message {
 
 }  // namespace
 
-// All servers of this process stand still while it forks, so that a child finds them whole.
+// Holds all servers of this process while it forks, so that a child finds them whole.
 struct FdServer::AtFork {
   std::mutex mutex;
   std::set<FdServer*> servers;
@@ -182,7 +182,7 @@ void FdServer::serve() const {
   }
 }
 
-// Without a descriptor if there is none of that number.
+// Replies without a descriptor if none has the number asked for.
 bool FdServer::answer(int connection) const {
   uint64_t id = 0;
   const ssize_t size = ::recv(connection, &id, sizeof id, 0);

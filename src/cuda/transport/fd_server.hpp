@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hands file descriptors to other processes of the same user. A thread answers on a Unix socket
-// that has a name but no file, so nothing is left behind when the process is killed. Children that
-// are forked do not get what is offered: it would keep memory after its release. vmm.cpp names GPU
-// memory to other processes by it.
+// that has a name but no file, so nothing is left behind when the process is killed. Forked
+// children do not get offered descriptors, which would keep memory after its release. vmm.cpp names
+// GPU memory to other processes by such descriptors.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,7 @@ class FdServer {
   FdServer(const FdServer&) = delete;
   FdServer& operator=(const FdServer&) = delete;
 
-  // Any thread. From now on until withdraw() others get copies of the descriptor, which is this
-  // object's.
+  // Any thread. Takes the descriptor over and gives others copies until withdraw().
   [[nodiscard]] FdTicket offer(int fd);
   void withdraw(const FdTicket& ticket);
 
@@ -39,7 +38,7 @@ class FdServer {
   struct AtFork;  // what happens when this process forks
 
   void serve() const;
-  // False: its question has yet to come.
+  // Answers a client. Returns false if its question has yet to come.
   [[nodiscard]] bool answer(int connection) const;
 
   uint64_t name_;
@@ -51,8 +50,8 @@ class FdServer {
   std::thread thread_;
 };
 
-// A copy of the descriptor, the caller's. Throws Error (kNotAvailable): its process has ended, has
-// withdrawn it, or is another user's.
+// Returns a copy of the descriptor, the caller's. Throws Error (kNotAvailable) if its process has
+// ended, has withdrawn it, or is another user's.
 [[nodiscard]] Descriptor fetch_fd(const FdTicket& ticket, const Context& context);
 
 }  // namespace weft

@@ -4,8 +4,8 @@
 // finds an implementation by its name, peer_memory.cpp uses it. docs/adding_a_transport.md says how
 // to write one.
 //
-// Threads of one process need none of it: they use each other's memory as it is. Which regions
-// exist, who has mapped them and when one may be freed is known to peer_regions.hpp.
+// Threads of one process need no transport: they use each other's memory as it is. peer_regions.hpp
+// knows which regions exist, who has mapped them and when one may be freed.
 #pragma once
 
 #include <array>
@@ -20,9 +20,9 @@
 
 namespace weft {
 
-// Data that another process needs to map some memory; only the transport that made it understands
-// it. Travels to the peers over the board, so it holds plain bytes: as many as CUDA IPC needs, a
-// handle of 64 and an offset of 8.
+// Data that another process needs to map some memory; only the transport that made the data
+// understands it. Travels to the peers over the board, so it holds plain bytes: as many as CUDA IPC
+// needs, a handle of 64 and an offset of 8.
 using ExportedMemory = std::array<std::byte, 72>;
 
 struct GpuAllocation {
@@ -30,23 +30,22 @@ struct GpuAllocation {
   ExportedMemory exported = {};
 };
 
-// Any thread may call it. What it hands out may outlive it, and goes back from any thread, after
-// the work that is queued on the GPU by then.
+// Any thread may call a transport. Memory from it may outlive it, and goes back from any thread,
+// after the work that is queued on the GPU by then.
 class GpuTransport {
  public:
   virtual ~GpuTransport() = default;
-  // Memory on this rank's GPU, contents undefined. `bytes` is a multiple of 2 MiB. Throws Error
-  // (kOutOfMemory, kCuda).
+  // Allocates memory on this rank's GPU, contents undefined. `bytes` is a multiple of 2 MiB. Throws
+  // Error (kOutOfMemory, kCuda).
   [[nodiscard]] virtual GpuAllocation allocate(uint64_t bytes) = 0;
-  // Memory that rank `owner`, another process, allocated with so many bytes, in reach of this
-  // rank's GPU. The last copy unmaps it. Must not wait for running kernels. Throws Error
-  // (kNotAvailable).
+  // Maps, for this rank's GPU, `bytes` that rank `owner`, another process, allocated. The last copy
+  // unmaps them. Must not wait for running kernels. Throws Error (kNotAvailable).
   [[nodiscard]] virtual std::shared_ptr<std::byte> map(
       int owner, const ExportedMemory& exported, uint64_t bytes
   ) = 0;
-  // Other memory of that size at the addresses of `mapping`, which map() has made and no kernel
-  // uses, so that captured graphs find it. False if the transport cannot, which changes nothing.
-  // Throws Error (kNotAvailable); then nothing is mapped there.
+  // Maps other memory of that size at the addresses of `mapping`, which map() has made and no
+  // kernel uses, so that captured graphs find it. Returns false, changing nothing, if the transport
+  // cannot. Throws Error (kNotAvailable); then nothing is mapped there.
   [[nodiscard]] virtual bool map_instead(
       std::byte* /*mapping*/, int /*owner*/, const ExportedMemory& /*exported*/, uint64_t /*bytes*/
   ) {
@@ -70,14 +69,14 @@ enum class VmmHandle : uint8_t { kDescriptor, kFabric };
     const GpuTransportOptions& options, VmmHandle handle
 );
 
-// Every name that Weft knows, the default first.
+// Returns every name that Weft knows, the default first.
 [[nodiscard]] std::vector<std::string> gpu_transport_names();
-// Throws Error: kInvalidArgument for a name that is not known, kNotAvailable with the reason if
-// this machine does not allow it.
+// Makes a transport. Throws Error: kInvalidArgument for an unknown name, kNotAvailable with the
+// reason if this machine does not allow it.
 [[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_transport(
     std::string_view name, const GpuTransportOptions& options
 );
-// Why this process cannot share memory of GPU `device` so; empty: it can.
+// Returns why this process cannot share memory of GPU `device` by `name`; empty: it can.
 [[nodiscard]] std::string gpu_transport_obstacle(std::string_view name, int device);
 
 }  // namespace weft

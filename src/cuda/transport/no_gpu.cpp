@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for ipc.cpp and vmm.cpp in a build without CUDA, so that the names of the GPU transports
-// are known there too.
+// Replaces ipc.cpp and vmm.cpp in a build without CUDA, which then knows the GPU transports' names,
+// too.
 #include "core/check.hpp"
 #include "cuda/transport/gpu_transport.hpp"
 

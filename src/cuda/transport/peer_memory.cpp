@@ -23,7 +23,7 @@ namespace {
 
 // How long a rank that ends waits for other processes to unmap its memory. The time is a guess: a
 // rank with a longer deadline may stay in a call that this one gave up. CUDA does not say what
-// becomes of memory that is freed before, so then it stays until the process ends.
+// becomes of memory freed while mapped, so after this time it stays until the process ends.
 constexpr auto kFarewell = std::chrono::seconds(1);
 
 uint64_t random_process_id() {
@@ -34,7 +34,7 @@ uint64_t random_process_id() {
   return id;
 }
 
-// GPU `device` of this process; never throws for lack of one.
+// Identifies GPU `device` of this process; does not throw if there is none.
 GpuIdentity identify_gpu(int device) {
   GpuIdentity gpu;
   gpu.pid = static_cast<uint64_t>(::getpid());
@@ -62,7 +62,7 @@ GpuIdentity identify_gpu(int device) {
   return gpu;
 }
 
-// This process's number of the GPU; -1: not visible here.
+// Returns this process's number of the GPU; -1: not visible here.
 int find_device(const GpuIdentity& gpu) {
   int num_gpus = 0;
   if (cudaGetDeviceCount(&num_gpus) != cudaSuccess) {
@@ -79,8 +79,8 @@ int find_device(const GpuIdentity& gpu) {
   return -1;
 }
 
-// Why one GPU cannot reach that of another rank, as far as can be known without trying; empty:
-// nothing speaks against it.
+// Returns why this rank's GPU cannot reach another rank's, as far as can be known without trying;
+// empty: nothing speaks against it.
 std::string obstacle_to(const GpuIdentity& own, const GpuIdentity& other, size_t other_rank) {
   if (other.device < 0) {
     return fmt::format("rank {}: {}", other_rank, other.problem.data());
@@ -103,7 +103,7 @@ std::string obstacle_to(const GpuIdentity& own, const GpuIdentity& other, size_t
   return {};
 }
 
-// Returns the first obstacle_to() any rank, those aside that were never met; empty: none.
+// Returns the first obstacle_to() any rank that was ever connected; empty: none.
 std::string reach_obstacle(const std::vector<GpuIdentity>& gpus, int own) {
   for (size_t rank = 0; rank < gpus.size(); ++rank) {
     if (gpus[rank].pid == 0) {
@@ -171,8 +171,8 @@ void CudaRegions::meet(const Group& group, const Meeting& who) {
   });
 }
 
-// GPUs of this process, this rank's included, once each; those of other processes follow when their
-// memory is mapped.
+// Enables access to this process's GPUs and returns each once, this rank's included. Other
+// processes' GPUs follow when their memory is mapped.
 std::vector<int> CudaRegions::enable_access() const {
   std::vector<int> devices = {device_};
   for (const GpuIdentity& other : gpus_) {

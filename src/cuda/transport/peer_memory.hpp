@@ -63,12 +63,12 @@ class CudaRegions : public RegionSource {
   void set_entry(int rank, uint32_t region, std::byte* data) override;
   void quiesce() override;
 
-  // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
+  // Returns device memory [num_ranks][kMaxPeerRegions]: each region as this GPU maps it, null = not
   // mapped.
   [[nodiscard]] std::byte* const* table() const { return table_.get(); }
-  // Copy of table() in host memory that kernels can read: entries are here before they are there.
+  // Returns the copy of table() in host memory that kernels can read: it gets entries first.
   [[nodiscard]] std::byte* const* new_table() const { return new_table_.get(); }
-  // Ranks, this one included, whose GPU is this rank's own.
+  // Returns how many ranks, this one included, have this rank's GPU.
   [[nodiscard]] int ranks_on_this_gpu() const;
   // Returns whether other processes map this rank's memory.
   [[nodiscard]] bool is_exported() const;
@@ -112,10 +112,10 @@ class PeerMemory final : CudaRegions, public PeerRegions {
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  // Collective, once newcomers have taken lost ranks' places: the control regions of all that are
-  // left are mapped by each other again when it returns, and newcomers map all that the others
-  // have. No kernel runs. Throws Error as the constructor does, and what the group throws when
-  // another rank is lost meanwhile; then it may be called again.
+  // Collective, once newcomers have taken lost ranks' places, while no kernel runs. All ranks then
+  // map each other's control regions again, and newcomers map all that the others have. Throws
+  // Error as the constructor does, and what the group throws when another rank is lost meanwhile;
+  // then it may be called again.
   void meet(const Group& group, const Meeting& who) {
     CudaRegions::meet(group, who);
     PeerRegions::meet(group, who);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Regions are made, found and released by their owner, and ranks meet to share them.
-// peer_regions_threads.cpp has what a rank does with those of its peers.
+// Makes, finds and releases a rank's own regions, and connects ranks to share them.
+// peer_regions_threads.cpp handles the regions of peers.
 #include "cuda/transport/peer_regions.hpp"
 
 #include <algorithm>
@@ -91,7 +91,7 @@ void PeerRegions::meet(const Group& group, const Meeting& who) {
   settler_ = std::thread([this] { run(&PeerRegions::settle); });
 }
 
-// The new boards replace the old ones at once: what throws before changes nothing.
+// Replaces all old boards at once, at the end: an error before changes nothing.
 void PeerRegions::connect(const Group& group, const Meeting& who) {
   auto transport =
       make_transport("auto", group, static_cast<uint32_t>(num_ranks_), {.members = who.ranks});
@@ -138,7 +138,7 @@ void PeerRegions::connect(const Group& group, const Meeting& who) {
 
 // --- telling ---
 
-// A rank that has gone is not told; peer_state() finds out that it has.
+// Rings a peer; a rank that has gone is not told: peer_state() finds out that it has gone.
 void PeerRegions::tell(int rank) {
   if (rank != rank_ && !is_peer(rank)) {
     return;
@@ -201,8 +201,7 @@ PeerRegion PeerRegions::make_region(uint64_t bytes) {
   }
 }
 
-// Memory and indices that were released return when the peers have let go of them; that is worth a
-// short wait.
+// Waits shortly for released memory and indices, which return when the peers have let go of them.
 PeerRegion PeerRegions::allocate(uint64_t bytes) {
   const std::shared_lock boards(boards_mutex_);
   const auto deadline = Clock::now() + kRoomPatience;
@@ -302,7 +301,7 @@ std::optional<PeerRegion> PeerRegions::find(const void* data, uint64_t bytes) co
   return is_inside && offset < region.bytes ? std::optional(region) : std::nullopt;
 }
 
-// meet() maps it, and no thread touches it afterwards.
+// meet() maps a control region, and no thread touches it afterwards.
 std::byte* PeerRegions::control_of(int rank) const {
   return rank == rank_ ? control_.data : mapped_[static_cast<size_t>(rank)][0].data.get();
 }
@@ -339,8 +338,7 @@ bool PeerRegions::is_reachable(const PeerRegion& region) const {
   return reach(region) == Reach::kAll;
 }
 
-// Asks done() again and again until it says true or the time is over, and sleeps in between until
-// a peer rings.
+// Asks done() until it returns true or the time is over; sleeps in between until a peer rings.
 template <class Done>
 void PeerRegions::wait_until(std::chrono::milliseconds at_most, const Done& done) const {
   const auto deadline = Clock::now() + at_most;

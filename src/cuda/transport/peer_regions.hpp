@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The regions of device memory that ranks share: which there are, where each is mapped, and when
-// one may be freed. This class knows nothing of GPUs: a RegionSource (CudaRegions of
-// peer_memory.hpp) makes and maps the memory, so that everything here is tested without a GPU.
+// Tracks the regions of device memory that ranks share: which there are, where each is mapped, and
+// when one may be freed. PeerRegions knows nothing of GPUs: a RegionSource (CudaRegions of
+// peer_memory.hpp) makes and maps the memory, so that tests here need no GPU.
 //
 // Growth is local: allocate() publishes the region on a board in host memory (Board) and a thread
-// of each peer maps it, whatever the peer's other threads do. Until all have, is_reachable() is
-// false and the region must not be named to peers. That thread waits for nothing on the GPU, where
-// a kernel may wait for the rank that grows; a second one does what may have to wait.
+// of each peer maps it, whatever the peer's other threads do. Until all peers have, is_reachable()
+// is false and the region must not be named to peers. The mapping thread waits for nothing on the
+// GPU, where a kernel may wait for the growing rank; a second thread does what may have to wait.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@
 
 namespace weft {
 
-// How a peer finds a region.
+// Data by which a peer finds a region.
 struct RegionHandle {
   uint64_t id = 0;     // in the owner's process
   uint64_t bytes = 0;  // of the region
@@ -42,8 +42,8 @@ static_assert(std::atomic<uint64_t>::is_always_lock_free, "boards are shared by 
   return stamp % 2 != 0;
 }
 
-// Ranks that make a collective call. With some of a group alone, an all_gather of the others is
-// whatever fits.
+// Ranks that make a collective call. If they are only some of the group, an all_gather's blocks of
+// the others mean nothing.
 struct Meeting {
   std::vector<int> ranks = {};      // ascending; empty: all
   std::vector<int> newcomers = {};  // of these, ascending: new processes in their places
@@ -68,7 +68,7 @@ class Board {
     RegionHandle handle;
   };
 
-  // `rank`'s table agrees with `stamp` of the entry, or cannot be made to.
+  // Notes that `rank`'s table agrees with `stamp` of the entry, or cannot be made to.
   void acknowledge(int rank, uint32_t region, uint64_t stamp, bool has_failed) {
     ack(rank, region).store(2 * stamp + (has_failed ? 1 : 0), std::memory_order_release);
   }
@@ -79,8 +79,8 @@ class Board {
     return ack(rank, region).load(std::memory_order_acquire) == 2 * stamp + 1;
   }
 
-  // Takes over the entries of `before`, to tell them once more to peers that have met again;
-  // newcomers know none of them.
+  // Takes over the entries of `before`, to tell peers that have connected again; newcomers have
+  // acknowledged none.
   void take_over(const Board& before, const Meeting& who);
 
   std::atomic<uint64_t> num_changes = 0;   // of stamps: peers look at entries only when it differs
@@ -107,28 +107,28 @@ struct OwnRegion {
   RegionHandle handle;
 };
 
-// Source of regions, which also maps those of peers. Any thread.
+// Source of regions, which also maps regions of peers. Any thread may call it.
 class RegionSource {
  public:
   virtual ~RegionSource() = default;
 
-  // A thread of PeerRegions begins.
+  // Called first by each thread of PeerRegions.
   virtual void enter_thread() = 0;
-  // Zeroed; `bytes` is a multiple of 2 MiB. Throws Error (kOutOfMemory, kCuda).
+  // Allocates zeroed memory; `bytes` is a multiple of 2 MiB. Throws Error (kOutOfMemory, kCuda).
   [[nodiscard]] virtual OwnRegion allocate(uint64_t bytes) = 0;
-  // A region of another rank, unmapped with the last copy. Throws Error.
+  // Maps a region of another rank; the last copy unmaps it. Throws Error.
   [[nodiscard]] virtual std::shared_ptr<std::byte> map(int rank, const RegionHandle& handle) = 0;
-  // Memory of the rank's new process, if possible at the addresses of the old one's `mapping`,
+  // Maps memory of the rank's new process, if possible at the addresses of the old one's `mapping`,
   // which no kernel uses. Throws Error.
   [[nodiscard]] virtual std::shared_ptr<std::byte> map_instead(
       std::shared_ptr<std::byte> mapping, int rank, const RegionHandle& handle
   ) = 0;
-  // Sets what this rank's kernels find under (rank, region), where they found nothing before. It
-  // waits for no kernel.
+  // Sets what this rank's kernels find under (rank, region), where they found nothing before. Must
+  // not wait for kernels.
   virtual void show_entry(int rank, uint32_t region, std::byte* data) = 0;
-  // Sets it for good, where kernels find it sooner; null: nothing. It may wait for kernels, and for
-  // other threads of the process that do (a copy to pageable memory on the default stream keeps all
-  // others from the driver until it is through).
+  // Sets the entry for good, where kernels find it sooner; null: nothing. May wait for kernels, and
+  // for other threads of the process that do (a copy to pageable memory on the default stream keeps
+  // all others from the driver until it is through).
   virtual void set_entry(int rank, uint32_t region, std::byte* data) = 0;
   // Waits for this rank's running kernels, before memory that they may use is unmapped.
   virtual void quiesce() = 0;
@@ -148,43 +148,44 @@ class PeerRegions {
   PeerRegions& operator=(const PeerRegions&) = delete;
 
   // --- any thread ---
-  // Zeroed, 2 MiB granular. Throws Error (kOutOfMemory, after a short wait if released memory is on
-  // its way back). Not while a stream is captured.
+  // Allocates zeroed memory, 2 MiB granular. Throws Error (kOutOfMemory, after a short wait if
+  // released memory is on its way back). Not while a stream is captured.
   [[nodiscard]] PeerRegion allocate(uint64_t bytes);
-  // Allocates like allocate(), but returns nothing unless all peers map the region in this time.
+  // Allocates like allocate(), but returns nothing unless all peers map the region within
+  // `at_most`.
   [[nodiscard]] std::optional<PeerRegion> allocate_reachable(
       uint64_t bytes, std::chrono::milliseconds at_most
   );
-  // No kernel of any rank may use it any more. The memory comes back when all peers have unmapped
-  // it, after close() when this ends; returns at once. Throws Error (kInvalidArgument) for what is
-  // not allocated.
+  // Releases a region that no kernel of any rank uses any more; returns at once. The memory comes
+  // back when all peers have unmapped it, after close() when this object ends. Throws Error
+  // (kInvalidArgument) for what is not allocated.
   void release(const PeerRegion& region);
-  // Returns whether every peer has mapped it, those that left or died aside; the second form waits
-  // so long, or until a peer has failed to map it.
+  // Returns whether every peer has mapped the region, those that left or died aside; the second
+  // form waits for at most `at_most`, or until a peer has failed to map it.
   [[nodiscard]] bool is_reachable(const PeerRegion& region) const;
   [[nodiscard]] bool wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
       const;
-  // No region has to be mapped by these ranks any more, a bit each.
+  // Stops expecting these ranks, a bit each, to map regions.
   void forget(uint32_t ranks) { forgotten_.store(ranks, std::memory_order_relaxed); }
   // Waits until the memory of every released region is the system's again; false if it took longer.
   [[nodiscard]] bool wait_freed(std::chrono::milliseconds at_most) const;
-  // The live region of this rank that holds these bytes.
+  // Returns this rank's live region that holds these bytes.
   [[nodiscard]] std::optional<PeerRegion> find(const void* data, uint64_t bytes) const;
 
   [[nodiscard]] const PeerRegion& control() const { return control_; }
-  // Region 0 of any rank as this GPU maps it, until close(); it may change in meet() for a rank
-  // that has come back. Null of a rank that was never met.
+  // Returns region 0 of any rank as this GPU maps it, until close(); meet() may change it for a
+  // rank that has come back. Null for a rank that was never connected.
   [[nodiscard]] std::byte* control_of(int rank) const;
   [[nodiscard]] PeerState peer_state(int rank) const { return transport_->peer_state(rank); }
-  // Waits for the running kernels of this GPU, tells peers that this rank leaves and unmaps the
-  // memory of others; its own stays until destruction, and as long as a peer maps it. Again: no
-  // effect.
+  // Waits for the running kernels of this GPU, tells peers that this rank leaves and unmaps others'
+  // memory; this rank's stays until destruction, and as long as a peer maps it. A second call has
+  // no effect.
   void close();
   // Returns whether the peer, or the last process in its place, maps no rank's memory any more.
   [[nodiscard]] bool is_unmapped_by(int rank) const;
   // Returns whether no living peer maps this rank's memory any more.
   [[nodiscard]] bool is_unmapped_by_peers() const;
-  // Once closed: this rank's memory stays until the process ends.
+  // Keeps this rank's memory, once closed, until the process ends.
   void keep_memory();
 
  private:
@@ -202,7 +203,7 @@ class PeerRegions {
 
   void connect(const Group& group, const Meeting& who);
   [[nodiscard]] Context context() const { return {.rank = rank_, .num_ranks = num_ranks_}; }
-  // Others that this rank has met the last time.
+  // Returns whether this rank connected with `rank` in the last meet().
   [[nodiscard]] bool is_peer(int rank) const {
     return rank != rank_ && boards_[static_cast<size_t>(rank)] != nullptr;
   }
@@ -220,14 +221,14 @@ class PeerRegions {
   // --- the two threads (before they start and after they ended: the caller) ---
   void stop_threads();
   void run(void (PeerRegions::*serve)());
-  // Peers whose boards have changed since `seen`, which is brought up to date.
+  // Returns peers whose boards have changed since `seen`, which is brought up to date.
   [[nodiscard]] std::vector<int> changed_peers(std::vector<uint64_t>& seen) const;
-  // The first thread: what is new.
+  // The first thread: maps what is new.
   void map_new();
   void map_new(int owner, uint32_t region);
   void map_control(int owner);
   void drop(int owner);
-  // The second: what is new and what is gone, for good.
+  // The second: settles what is new and what is gone, for good.
   void settle();
   void settle(int owner, uint32_t region);
   void let_go(int owner, uint32_t region, uint64_t stamp, std::shared_ptr<std::byte> data);

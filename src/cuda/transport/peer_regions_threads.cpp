@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A peer's part in the regions of others, by two threads: they make this rank's table agree with
-// the boards of its peers, and free what this rank has released once the peers have unmapped it.
-// meet() of peer_regions.cpp calls the same functions while no thread runs.
+// Two threads make this rank's table agree with the boards of its peers, and free what this rank
+// has released once the peers have unmapped it. meet() of peer_regions.cpp calls the same functions
+// while no thread runs.
 #include <exception>
 #include <utility>
 
@@ -62,7 +62,7 @@ void PeerRegions::map_new() {
   }
 }
 
-// Under the lock to the end: the other thread must not let go of what is being mapped here.
+// Holds the lock to the end: the other thread must not let go of what is being mapped here.
 void PeerRegions::map_new(int owner, uint32_t region) {
   const std::lock_guard lock(mapped_mutex_);
   Board& board = board_of(owner);
@@ -87,8 +87,8 @@ void PeerRegions::map_new(int owner, uint32_t region) {
   tell(rank_);
 }
 
-// Drops what the last process in that place had, but for its control region, whose addresses may
-// stay. Its memory is the system's again with the last mapping.
+// Drops mappings of the last process in that place, but for its control region, whose addresses may
+// stay. Memory is the system's again with the last mapping.
 void PeerRegions::drop(int owner) {
   auto& of_owner = mapped_[static_cast<size_t>(owner)];
   for (uint32_t region = 1; region < kMaxPeerRegions; ++region) {
@@ -152,7 +152,7 @@ void PeerRegions::settle(int owner, uint32_t region) {
   }
 }
 
-// Its owner must not keep a region for ever, whatever happens here.
+// Acknowledges even after an error: the owner must not keep a region for ever.
 void PeerRegions::let_go(
     int owner, uint32_t region, uint64_t stamp, std::shared_ptr<std::byte> data
 ) {
@@ -170,7 +170,7 @@ void PeerRegions::let_go(
   }
 }
 
-// A rank that left may still have kernels running, until it has unmapped everything.
+// Returns whether all peers have let go: one that left may run kernels until it has unmapped all.
 bool PeerRegions::is_let_go(uint32_t region) const {
   Board& own = board_of(rank_);
   const uint64_t stamp = own.entries[region].stamp.load(std::memory_order_acquire);

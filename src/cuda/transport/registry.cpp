@@ -12,7 +12,7 @@ namespace {
 
 struct Entry {
   std::string_view name;
-  // Throws Error (kNotAvailable) if this machine does not allow it.
+  // Throws Error (kNotAvailable) if this machine does not allow the transport.
   std::unique_ptr<GpuTransport> (*make)(const GpuTransportOptions& options);
 };
 

@@ -111,7 +111,7 @@ class VmmTransport final : public GpuTransport {
     }
   }
 
-  // At reserved addresses, of which nothing is mapped if it throws.
+  // Maps memory at reserved addresses; if it throws, nothing is mapped there.
   void map_at(
       CUdeviceptr at, const Physical& memory, uint64_t bytes, const std::vector<int>& devices
   ) const {
@@ -132,7 +132,7 @@ class VmmTransport final : public GpuTransport {
     }
   }
 
-  // Addresses of this process for the memory, which kernels of `devices` load and store.
+  // Maps the memory at addresses of this process, for kernels of `devices` to load and store.
   [[nodiscard]] std::shared_ptr<std::byte> map_here(
       const Physical& memory, uint64_t bytes, const std::vector<int>& devices
   ) const {
@@ -199,7 +199,7 @@ class VmmTransport final : public GpuTransport {
     );
   }
 
-  // Returns whether network cards can read and write the memory, if told beforehand.
+  // Returns whether network cards can access memory that is allocated for them.
   [[nodiscard]] bool can_reach_network() const {
     int can = 0;
     const auto attribute = CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
