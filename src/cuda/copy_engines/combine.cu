@@ -34,7 +34,7 @@ template <class Element, bool kScaled>
 __global__ void __launch_bounds__(kThreads, 1)
     pack_vector(const __grid_constant__ CombineLaunch call) {
   __shared__ CallSetup setup;
-  __shared__ TeamProgress progress;  // nobody looks at it
+  __shared__ TeamProgress progress;  // no warp looks at it
   if (begin_pack(setup, call)) {
     run_vector<Element, CombineReduce<kScaled, true>>(call, setup, this_team(call), progress);
   }

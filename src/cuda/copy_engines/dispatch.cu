@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     pack_rows(const __grid_constant__ DispatchLaunch call) {
   if constexpr (Mover::kIsCompiled) {
     __shared__ CallSetup setup;
-    __shared__ TeamProgress progress;  // nobody looks at it
+    __shared__ TeamProgress progress;  // no warp looks at it
     __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
     const int warp = warp_in_block();
     Mover mover(call.me, warp, full + warp * Mover::kBarriers);

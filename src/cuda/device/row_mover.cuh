@@ -142,7 +142,7 @@ inline constexpr int kBulkStages = 6;        // pieces in shared memory, per war
 inline constexpr int kBulkAhead = 3;         // of these, how many are being loaded
 inline constexpr int32_t kBulkPiece = 4096;  // bytes
 
-// The slow part of wait_barrier(), which is called in many places.
+// Does the slow part of wait_barrier(), which is called in many places.
 __device__ __noinline__ inline bool await_barrier(
     const RankView& me, Op op, uint64_t* barrier, uint32_t parity
 ) {

@@ -39,7 +39,7 @@ struct BulkMover : BulkRing {
 
   __device__ __forceinline__ BulkMover(const RankView& me, int index, uint64_t* full)
       : BulkRing(me, dynamic_shared + index * kBulkStages * kBulkPiece, full) {}
-  // All threads of a kernel call it before the kernel ends: what they have stored is then complete.
+  // Completes a thread's stores; all threads of a kernel call it before the kernel ends.
   static __device__ __forceinline__ void finish() { ptx::wait_stores<0>(); }
 };
 

@@ -131,7 +131,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
   refusals_ = std::make_unique<RefusalBoard>(group);
   const DomainFacts facts = agree_on_facts(group, id_, shared_bytes());
   fused_replicas_ = fused_replicas(facts.shared_bytes);
-  agree(group, [&] { set_up(facts.stamp); });  // nobody leaves before everybody can be written to
+  agree(group, [&] { set_up(facts.stamp); });  // no rank leaves before all can be written to
   if (goes_on_without_lost(settings_.on_peer_loss)) {
     watch_for_losses(group);
   }

@@ -159,7 +159,7 @@ class CudaExchange final : public Executor {
   // Returns the bytes of shared memory that a block may have on this GPU.
   [[nodiscard]] uint64_t shared_bytes() const;
   // Returns for which numbers R of replicas (bit R) a plan and dispatch in one launch are possible,
-  // with so many bytes on each GPU.
+  // with `shared_bytes` on each GPU.
   [[nodiscard]] uint32_t fused_replicas(uint64_t shared_bytes) const;
   // Runs one call, or the first of two (kPlanAndDispatch): throws faults of earlier calls, queues
   // this one by `launch(stream)` and tells peers if its arguments are refused. Waits for the call
@@ -334,7 +334,7 @@ class CudaExchange final : public Executor {
   const PeerRegion& staging_of(uint64_t bytes, cudaStream_t stream);
   // Fills in what every dispatch and combine by `plan` has.
   void prepare_rows(RowsLaunch& launch, const PlanData& plan, const PayloadFormat& payload) const;
-  // `is_second`: in dispatch_routed().
+  // `is_second`: this call follows its plan in dispatch_routed().
   void dispatch_by_plan(
       const Plan& plan,
       const DispatchInput& in,

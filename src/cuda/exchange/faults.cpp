@@ -156,7 +156,7 @@ bool CudaExchange::refuse(Op op, const Refusal& reason, const CallOptions& call)
 }
 
 uint32_t CudaExchange::refuse_one(Op op, const Refusal& reason, cudaStream_t stream) {
-  // Behind the call before it, in whatever stream that is, the GPU knows the number of this one.
+  // Behind the previous call, in whatever stream, the GPU knows the number of this one.
   WEFT_CUDA(context_, cudaStreamWaitEvent(stream, own_->last_call.get()));
   const auto wait = [&] {
     repeats_ ? repeats_->unlocked([&] { wait_for(stream); }) : wait_for(stream);

@@ -237,7 +237,7 @@ std::optional<LossWatch::Agreement> LossWatch::settle(
 ) {
   const Wait wait(this);
   const std::lock_guard lock(mutex_);
-  has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
+  has_news_.store(true, std::memory_order_release);  // no kernel is stopped until resume()
   if (answer_error_) {
     std::rethrow_exception(answer_error_);
   }
@@ -308,8 +308,8 @@ LossWatch::Agreement LossWatch::agree_on_calls(std::string_view op, const Calls&
                                   : one.whole == all.passed && one.last == all.passed;
         return one.can_repeat != 0 && is_there;
       });
-      // Only what all have heard holds: whoever returned alone would go on from other numbers than
-      // those who ask again, as one was lost before it had heard.
+      // Only what all have heard holds: a rank that returned alone would go on from other numbers
+      // than ranks that ask again, as one was lost before it had heard.
       if (survival_.finish_call(op)) {
         seen_to_leave_.reset();
         has_left_.store(false, std::memory_order_relaxed);
@@ -340,7 +340,7 @@ bool LossWatch::has_ended(int rank) const {
 std::vector<int> LossWatch::readmit(std::span<const int> ranks, const Connect& connect) {
   const Wait wait(this);
   const std::lock_guard lock(mutex_);
-  has_news_.store(true, std::memory_order_release);  // nobody stops the kernels until resume()
+  has_news_.store(true, std::memory_order_release);  // no kernel is stopped until resume()
   survival_.begin_call();
   std::vector<int> missing = survival_.readmit(ranks);
   meet_at_last("readmit", connect);
@@ -364,7 +364,7 @@ void LossWatch::meet(const Connect& connect) {
   meet_at_last("rejoin", connect);
 }
 
-// Ends on all members with the same members, whoever is lost meanwhile.
+// Ends on all members with the same members, even if ranks are lost meanwhile.
 void LossWatch::meet_at_last(std::string_view op, const Connect& connect) {
   for (bool is_over = false; !is_over;) {
     try {

@@ -33,7 +33,7 @@ class LossWatch {
   struct Calls {
     uint64_t last = 0;        // that has ended, well or not
     uint64_t first_void = 0;  // that has to be made again, the one after the last if none
-    // With PeerLoss::kRepeat, of GateState, and how many calls the gate that holds is behind.
+    // With PeerLoss::kRepeat: as in GateState, and the calls before the gate that holds.
     uint64_t passed = 0;
     uint64_t whole = 0;
     int32_t num_held = 0;

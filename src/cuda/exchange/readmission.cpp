@@ -165,7 +165,7 @@ void CudaExchange::rejoin(const Group& group, const Invitation& invitation) {
       "rejoin: the others' exchange is by transport {}, and not on GPUs",
       invitation.transport
   );
-  WEFT_CUDA(context_, cudaFree(nullptr));  // what CUDA does at first nobody else has to wait for
+  WEFT_CUDA(context_, cudaFree(nullptr));        // so that no rank waits for CUDA to begin
   const CallRepeats::Lock lock(repeats_.get());  // the watch does not answer before all is there
   watch_for_losses(group);
   losses_->meet([this](const Group& members, const Meeting& who) { meet_as_newcomer(members, who); }

@@ -122,7 +122,7 @@ struct SignalSlots {
 inline constexpr uint64_t kMaxEagerBytes = 256 << 20;
 inline constexpr uint32_t kMaxEagerRoutes = 32768;  // of all ranks: shared memory holds them
 
-// Bytes of an eager row of 16-bit elements; 0 where there is to be no room for eager rows.
+// Returns the bytes of an eager row of 16-bit elements; 0 for no room for eager rows.
 WEFT_HD constexpr uint32_t eager_row_room(
     uint64_t num_ranks, uint64_t max_tokens, uint64_t max_topk, uint64_t hidden
 ) {
@@ -133,7 +133,7 @@ WEFT_HD constexpr uint32_t eager_row_room(
   return fits ? static_cast<uint32_t>(row) : 0;
 }
 
-// Bytes that copy engines bring of a token: a row of 16-bit elements, a row of scales, weights.
+// Returns the bytes that copy engines bring of a token: 16-bit elements, scales, weights.
 WEFT_HD constexpr uint64_t copied_token_room(uint64_t max_topk, uint64_t hidden) {
   return half_row_bytes(hidden) + kScaleRoom + max_topk * sizeof(float);
 }
@@ -339,10 +339,10 @@ enum class FaultKind : uint32_t {
   kBadGlobalScale,  // the fp32 with the bits `seen`
 };
 
-// The epoch from which an exchange counts. The low bits of stamps are numbers of exchanges, so that
-// a signal that an earlier exchange left in memory does not look raised to a later one. It may do
-// so for one exchange in 4096, or after 65536 calls: the 32 bits of an epoch are divided like this
-// by a guess.
+// Returns the epoch from which an exchange counts. The low bits of stamps are numbers of exchanges,
+// so that a signal that an earlier exchange left in memory does not look raised to a later one. It
+// may do so for one exchange in 4096, or after 65536 calls: the 32 bits of an epoch are divided
+// like this by a guess.
 WEFT_HD constexpr uint32_t epoch_base(uint64_t stamp) {
   return static_cast<uint32_t>(stamp % 4096) << 16;
 }

@@ -132,7 +132,7 @@ struct PlanMap {
     return chosen;
   }
 
-  // Leading bytes of a plan that the host reads in exact mode.
+  // Returns the leading bytes of a plan that the host reads in exact mode.
   [[nodiscard]] WEFT_HD constexpr uint64_t shape_bytes() const { return route_expert; }
 
   [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return num_bytes_; }

@@ -99,7 +99,7 @@ std::shared_ptr<const Block> BlockPool::take(uint64_t bytes) {
     const uint64_t piece = std::bit_ceil(std::max(bytes, kSmallestShared));
     const PeerRegion region =
         memory_->allocate(is_shared ? kSharedPieces * piece : size_class(bytes));
-    // One that a peer does not reach is filled from staging.
+    // A region that a peer does not reach is filled from staging.
     static_cast<void>(memory_->wait_reachable(region, kPatience));
     add(region, is_shared ? piece : region.bytes);
   }

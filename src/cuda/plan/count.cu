@@ -125,7 +125,7 @@ __device__ void count_all(int64_t total, int32_t* out, const Count& count) {
     for (int64_t i = share.first + threadIdx.x; i < share.last; i += kThreads) {
       out[first + i] = Blocks::sum(counts + i);
     }
-    Blocks::sync();  // nobody reads them any more
+    Blocks::sync();  // no block reads them any more
   }
 }
 

@@ -85,7 +85,7 @@ class CudaRegions : public RegionSource {
   int num_ranks_;
   int device_;
   std::string name_;
-  std::vector<GpuIdentity> gpus_;  // [num_ranks]; of nobody where no member ever was
+  std::vector<GpuIdentity> gpus_;  // [num_ranks]; empty where no member ever was
   uint32_t were_apart_ = 0;        // bit r: rank r's memory was mapped by the transport
   std::unique_ptr<GpuTransport> transport_;
 

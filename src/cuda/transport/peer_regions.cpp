@@ -56,7 +56,7 @@ PeerRegions::PeerRegions(
 
 void PeerRegions::meet(const Group& group, const Meeting& who) {
   stop_threads();
-  agree(group, [&] {  // nobody's threads write to boards any more
+  agree(group, [&] {  // no rank's threads write to boards any more
     WEFT_CHECK(
         context(),
         num_ranks_ <= kMaxDomainRanks,

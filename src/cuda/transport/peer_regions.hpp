@@ -244,7 +244,7 @@ class PeerRegions {
   uint32_t strays_ = 0;  // bits of ranks that were lost with memory of others mapped
   PeerRegion control_;
 
-  mutable std::shared_mutex boards_mutex_;  // who meets again replaces transport_ and boards_
+  mutable std::shared_mutex boards_mutex_;  // guards transport_ and boards_ in meet()
   mutable std::mutex mutex_;                // guards slots_ and live_
   std::array<Slot, kMaxPeerRegions> slots_;
   std::vector<PeerRegion> live_;  // ascending address

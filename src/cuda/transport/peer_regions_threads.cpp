@@ -11,7 +11,7 @@
 namespace weft {
 namespace {
 
-constexpr auto kPatience = std::chrono::milliseconds(50);  // a guess: who died raises nothing
+constexpr auto kPatience = std::chrono::milliseconds(50);  // a guess: dead ranks raise nothing
 
 }  // namespace
 

@@ -211,7 +211,7 @@ class VmmTransport final : public GpuTransport {
 
   GpuTransportOptions options_;
   CUmemAllocationHandleType kind_;
-  std::shared_ptr<FdServer> server_;  // null: nobody maps by descriptor
+  std::shared_ptr<FdServer> server_;  // null: no process maps by descriptor
 };
 
 }  // namespace

@@ -65,7 +65,7 @@ struct AssignLaunch {
   int32_t* physical = nullptr;  // [num_tokens, topk] written by the second
 };
 
-// Once per device and before any capture: loads the kernels.
+// Loads the kernels, once per device and before any capture.
 void prepare_balance();
 // Throws Error (kUnsupported) for more than kMostBalancedRanks ranks or where a block has too
 // little shared memory.

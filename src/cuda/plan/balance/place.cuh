@@ -47,7 +47,7 @@ __device__ inline PlacedRows placed_rows(
   return placed;
 }
 
-// Returns so many rows, rounded down to whole blocks.
+// Returns `rows` rounded down to whole blocks.
 __device__ __forceinline__ int32_t in_blocks(const BalanceLaunch& call, int32_t rows) {
   return call.block_rows > 1 ? rows - rows % call.block_rows : rows;
 }
