@@ -13,30 +13,28 @@ enum class Op : uint32_t { kNone, kPlan, kDispatch, kCombine, kPlanAndDispatch }
 
 // Options of one call. All but `number` are for GPUs, a CPU exchange takes only their default.
 struct CallOptions {
-  // cudaStream_t. Null: one of the exchange's own, and the call returns when it is done, as on a
-  // CPU.
+  // cudaStream_t. Null: the call takes the exchange's own and returns when it is done, as on a CPU.
   void* stream = nullptr;
   int num_sms = 0;  // of this call; 0: as configured
   // True if copy engines carry the rows of a dispatch or combine between GPUs; must be the same on
   // every rank. Multiprocessors then only pack rows before and store or add them after, so that
-  // little is taken from computation beside it but memory bandwidth. Needs
+  // computation beside the call loses little but memory bandwidth. Needs
   // ExchangeConfig::copy_engines, whose room is for rows of 16 bits an element with 512 bytes of
   // scales. Multiprocessors carry all rows, as if this were false, where rows do not fit, where the
   // call is captured, and where combine is in fp32, by source weights or coded (Wire). The result
   // is the same; where the call fails, rows of this rank's own tokens may have been written.
   bool copy_engines = false;
-  // GPUs of one domain: the call only sends, without a wait for any peer; Exchange::receive() has
-  // True if the call only sends, without a wait for any peer, and Exchange::receive() has the rest;
-  // GPUs of one domain only. It holds for a call without replicas that plans and dispatches in one
-  // launch (Exchange::dispatch), where each rank may choose for itself; and for a combine by source
-  // weights of a routing by topk_idx, where it must be the same on every rank, if
+  // True if the call only sends, without a wait for any peer, and Exchange::receive() does the
+  // rest; GPUs of one domain only. Applies to a call without replicas that plans and dispatches in
+  // one launch (Exchange::dispatch), where each rank may choose for itself, and to a combine by
+  // source weights of a routing by topk_idx, where it must be the same on every rank, if
   // ExchangeConfig::max_tokens and max_topk leave room for a row of every route of a rank. Any
   // other call receives at once.
   bool receives_later = false;
   // The caller's own count of its collective calls, up to 2^28 - 1, after which it begins again.
-  // Ranks whose calls have come out of step, because one of them left a call out, then throw and
-  // do not exchange rows of different calls. 0: not counted, on all ranks alike. A captured call
-  // keeps its number in every replay.
+  // Ranks whose calls are out of step, as one rank left a call out, throw instead of exchanging
+  // rows of different calls. 0: not counted, on all ranks alike. A captured call keeps its number
+  // in every replay.
   int64_t number = 0;
 };
 
@@ -47,8 +45,8 @@ struct CallOptions {
 // kE4M3, kE5M2: FP8 rows [num_rows, hidden] with one scale for every kQuantiseGroup elements, fp32
 // or with ScaleRule::kUe8m0 kByte.
 // kMxfp8: E4M3 rows [num_rows, hidden] with a kByte scale for every 32 elements: the exponent + 127
-// of the least power of two, from 2^-127 to 2^127, by which the largest magnitude is at most 448; 0
-// for a group of zeros, 254 where there is an infinity.
+// of the least power of two, from 2^-127 to 2^127, that divides the largest magnitude to at most
+// 448; 0 for a group of zeros, 254 where there is an infinity.
 // kNvfp4: E2M1 rows [num_rows, hidden / 2], two elements in a byte and the first in its low half,
 // with a kByte scale for every 16 elements: DispatchInput::global_scale times a sixth of the
 // largest magnitude, as E4M3, or with ScaleRule::kUe8m0 rounded up to a power of two and stored as
@@ -76,7 +74,7 @@ struct DispatchInput {
   Quantise quantise = Quantise::kNone;
   ScaleRule scale_rule = ScaleRule::kExact;  // with `quantise`
   // fp32 [1, 1], with kNvfp4 only; not given: 1. Usually 448 * 6 / the largest magnitude. Each rank
-  // has its own, but between domains of GPUs it is the same on all ranks. What is not above 0, or
+  // has its own, but between domains of GPUs it is the same on all ranks. A value not above 0, or
   // not finite, is refused; on GPUs all scales are NaNs then, and the rank's next call is refused.
   ConstTensor global_scale = {};
 };
@@ -100,14 +98,14 @@ struct DispatchOutput {
   Tensor scales = {};   // [plan.num_rows(), cols of scales]
 
   // Optional outputs beside these; each rank chooses its own.
-  // int32 [plan.num_rows(), 2]: the rank that a row comes from, and its token there. What belongs
-  // to a row without a token is left as it was.
+  // int32 [plan.num_rows(), 2]: the rank that a row comes from, and its token there. Entries of
+  // rows without a token stay as they were.
   Tensor sources = {};
   // int64 [plan.num_rows(), K], only with kRankMajor: this rank's expert, from 0, that choice k of
   // the row's token goes to; -1 where it goes elsewhere or nowhere, and in rows without a token.
   Tensor experts = {};
-  // int32 [1, local experts], not with kRankMajor: the plan's rows_per_expert, and what it is added
-  // to.
+  // int32 [1, local experts], not with kRankMajor: `counts` gets the plan's rows_per_expert, which
+  // are added to `count_sums`.
   Tensor counts = {};
   Tensor count_sums = {};
   ScaleLayout scale_layout = ScaleLayout::kByRow;
@@ -120,8 +118,8 @@ enum class CombineScale : uint8_t {
 };
 
 // Marks that tell combine which rows are whole, where they are still being written when it begins.
-// A block of an expert's rows is whole when its mark equals `wanted`: whoever writes the rows
-// stores that after them, with release semantics.
+// A block of an expert's rows is whole when its mark equals `wanted`: the writer of the rows stores
+// that after them, with release semantics.
 struct RowMarks {
   // kInt32 [1, local experts * blocks of an expert's expert_stride rows], by expert, then block.
   ConstTensor marks = {};
@@ -133,19 +131,19 @@ struct RowMarks {
   }
 };
 
-// How what a rank has for a token travels in combine, of bf16 rows whose hidden size is a multiple
-// of kQuantiseGroup, with SumOrder::kRank. Other than with kNone, every sum of a token's rows on a
-// rank, also on the token's own, is coded as it comes out of fp32 and not rounded to bf16 before;
-// the sums that the codes stand for are added in fp32, by rank, and rounded once. In a group of
-// several domains what the ranks of a domain add up to is coded once more, also in the token's own
-// domain. docs/wire.md has the layouts and the bounds of their errors.
+// How a rank's sum for a token travels in combine, of bf16 rows whose hidden size is a multiple of
+// kQuantiseGroup, with SumOrder::kRank. Except with kNone, every sum of a token's rows on a rank,
+// also on the token's own, is coded from fp32, not rounded to bf16 before; the sums that the codes
+// stand for are added in fp32, by rank, and rounded once. In a group of several domains a domain's
+// sum is coded once more, also in the token's own domain. docs/wire.md has the layouts and the
+// bounds of their errors.
 enum class Wire : uint8_t {
   kNone,      // bf16
   kFp8,       // E4M3, with an fp32 scale for every kQuantiseGroup elements
   kLogFmt10,  // a sign and 9 bits of a logarithm, between the least and the largest of those
 };
 
-// The bytes of such a row or sum on its way, a multiple of 16: of 2 * hidden about 0.52, 0.64.
+// Returns the bytes of a row or sum that travels, a multiple of 16: coded 0.52 or 0.64 of bf16.
 [[nodiscard]] constexpr int64_t wire_row_bytes(Wire wire, int64_t hidden) {
   constexpr int64_t kHeadBytes = 4;  // of a group
   if (wire == Wire::kNone) {
@@ -162,7 +160,7 @@ struct CombineInput {
       {};  // fp32, shaped like Routing::weights; kSourceWeights only, not with kRankMajor
   CombineScale scale = CombineScale::kNone;
   // int64 or int32, shaped like source_weights of a routing by topk_idx: a weight counts as zero
-  // where this names no expert. Where it names another than the plan was made of, CPUs refuse the
+  // where this names no expert. Where it names another expert than the plan's, CPUs refuse the
   // call; on GPUs the sum is NaN, and the rank's next call is refused. Not between domains of GPUs.
   ConstTensor source_idx = {};
   // Marks of the rows, kExpertStrided only, not between domains of GPUs; if any rank gives them,

@@ -21,7 +21,7 @@ enum class ErrorCode {
   kCuda,
   kInternal,     // a defect in Weft
   kRanksLost,    // with PeerLoss::kShrink on GPUs: calls are void, and the exchange goes on
-  kInterrupted,  // the calling program wants a call to stop that waits (Ctrl-C)
+  kInterrupted,  // the calling program stops a call that waits (Ctrl-C)
 };
 
 [[nodiscard]] std::string_view error_code_name(ErrorCode code);

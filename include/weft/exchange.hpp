@@ -18,7 +18,7 @@
 // of a domain add up to, rounded to the dtype; in one domain, over ranks ascending, what its rows
 // on a rank add up to, rounded. So the bits depend on how ranks are grouped into domains, and on
 // nothing else; with SumOrder::kTopk (plan.hpp) neither on that nor on the number of ranks. On GPUs
-// a call then waits until all ranks have made it and what crossed in the call before has passed,
+// a call then waits until all ranks have made it and the transfers of the call before are done,
 // whose errors it throws; plan() always waits for the GPU, and a call inside a capture throws Error
 // (kUnsupported).
 #pragma once
@@ -57,9 +57,9 @@ enum class Mover : uint8_t {
 
 // Outcome of a call during which ranks die, leave, or let a deadline pass.
 enum class PeerLoss : uint8_t {
-  kFail,  // it throws on all other ranks, and the exchange can no longer be used
-  // CPU exchanges: it ends without them, on all others with the same members and the bits of an
-  // exchange that had only these. Lost ranks have no tokens, and a token's routes to
+  kFail,  // the call throws on all other ranks, and the exchange can no longer be used
+  // CPU exchanges: the call ends without lost ranks, on all others with the same members and the
+  // bits of an exchange of these alone. Lost ranks have no tokens, and a token's routes to
   // their experts give nothing, or go to replicas on ranks that are alive where a plan is given
   // some (Balancing::placement). A dispatch or combine by an older plan keeps its slots, routes to
   // lost ranks give nothing then; dispatch fills the rows of lost ranks with zeros, and combine
@@ -125,10 +125,10 @@ struct CallReport {
   // replayed graphs included, to be where the others are. A plan is one call, as are a dispatch, a
   // combine, and a plan and the dispatch by it in one launch.
   int64_t void_calls = 0;
-  // GPUs: so many calls more, counted likewise, the furthest of the ranks had ended by then. Who
-  // makes no call again leaves out as many instead, to be where the others are.
+  // GPUs: the rank furthest ahead had ended so many calls more by then, counted likewise. A rank
+  // that makes no call again leaves out as many instead.
   int64_t calls_behind = 0;
-  // GPUs, PeerLoss::kRepeat: what was cut short has been made again, and plans from before hold.
+  // GPUs, PeerLoss::kRepeat: the calls cut short have been made again, and plans from before hold.
   bool is_repeated = false;
 };
 
@@ -188,17 +188,18 @@ class Exchange {
       const DispatchOutput& out,
       const CallOptions& call = {}
   );
-  // plan and dispatch by it, with the same result. On GPUs of one domain one launch makes both if
-  // ExchangeConfig::max_tokens is at most 512, all ranks' max_tokens * max_topk at most 32,768 and
-  // the routing is topk_idx, for rows of up to 16 bits an element: rows then travel while the plan
-  // is made, or with replicas once these are planned, if they and the experts are not too many for
-  // a GPU's shared memory. Where ranks differ in what decides between one launch and two (dtype, a
-  // map, copy_engines), all throw, and those with a stream cannot go on.
+  // Plans and dispatches by that plan, with the result of two calls. On GPUs of one domain one
+  // launch makes both if ExchangeConfig::max_tokens is at most 512, all ranks' max_tokens *
+  // max_topk at most 32,768 and the routing is topk_idx, for rows of up to 16 bits an element: rows
+  // then travel while the plan is made, or with replicas once these are planned, if they and the
+  // experts are not too many for a GPU's shared memory. Where ranks differ in what decides between
+  // one launch and two (dtype, a map, copy_engines), all throw, and those with a stream cannot go
+  // on.
   //
   // `options` say the number of rows: by row_budget or expert_stride, with Overflow::kDrop. Or they
   // leave it open, where writes_alone(): the host waits for it, and `out` has memory for any number
-  // of rows, which may differ among ranks. Where plan.num_rows() is more than that, nothing of its
-  // rows, weights, scales, sources and experts may be read, and place_rows() has them.
+  // of rows, which may differ among ranks. Where plan.num_rows() is more than that, none of the
+  // rows, weights, scales, sources and experts may be read, and place_rows() stores them.
   Plan dispatch(
       const Routing& routing,
       const PlanOptions& options,
@@ -206,17 +207,17 @@ class Exchange {
       const DispatchOutput& out,
       const CallOptions& call = {}
   );
-  // Local. Whether such a call is one launch, in which no peer writes this rank's output: there is
-  // nothing to gain from memory of allocate() then. Where options leave the number of rows open,
-  // only without replicas.
+  // Local. Returns whether dispatch() of a routing is one launch, in which no peer writes this
+  // rank's output: memory of allocate() gains nothing then. Where options leave the number of rows
+  // open, only without replicas.
   [[nodiscard]] bool writes_alone(
       const Routing& routing,
       const PlanOptions& options,
       const DispatchInput& in,
       const CallOptions& call = {}
   ) const;
-  // Local. The rows of the exchange's last call, which made `plan` of `in` and whose output had too
-  // few, into one of plan.num_rows() rows; counts are not written again. Throws Error
+  // Local. Stores the rows of the exchange's last call, which made `plan` of `in` with too small an
+  // output, in `out` of plan.num_rows() rows; counts are not written again. Throws Error
   // (kInvalidArgument) for another plan, where the call's output has the rows, and for tensors of
   // other sizes or types than the call's.
   void place_rows(
@@ -225,14 +226,13 @@ class Exchange {
       const DispatchOutput& out,
       const CallOptions& call = {}
   );
-  // Local. The second half of the call with CallOptions::receives_later that made `plan`, or
-  // combined by it: waits for the other ranks and places or sums the rows, in call.stream behind
-  // the first half. Until then nothing of the call's output may be read, neither may a plan that it
-  // makes, and the output and source weights must live. Nothing is done if the call is received
-  // already. One call is open at a time: the next one of the exchange receives it first, whatever
-  // it is.
+  // Local. Ends the call with CallOptions::receives_later that made `plan`, or combined by it:
+  // waits for the other ranks and places or sums the rows, in call.stream behind the call. Until
+  // then nothing of the call's output may be read, neither may a plan that it makes, and the output
+  // and source weights must live. Nothing is done if the call is received already. One call is open
+  // at a time: the next one of the exchange receives it first, whatever it is.
   void receive(const Plan& plan, const CallOptions& call = {});
-  // Local. Whether there is such a second half, still to be received.
+  // Local. Returns whether receive() has a call of `plan` to end.
   [[nodiscard]] bool is_open(const Plan& plan) const;
   void combine(
       const Plan& plan,
@@ -241,26 +241,26 @@ class Exchange {
       const CallOptions& call = {}
   );
 
-  // Instead of a call that the other ranks make and this one cannot: they throw `reason` (of which
+  // Stands for a call that the other ranks make and this one cannot: they throw `reason` (of which
   // 511 bytes travel) and name this rank, and the exchange stays usable. Collective like the call.
   // Inside a capture no other rank can hear of it: throws Error (kUnsupported).
   void refuse(Op op, std::string_view reason, const CallOptions& call = {});
 
-  // Local, but the same on all ranks. Whether the last call was a plan that they have refused since
-  // some rank has more tokens or choices than there is room for, and for no other reason: it can be
-  // made on a larger exchange, or after grow(). Throws Error (kInvalidArgument) where this rank had
-  // no room and another had another reason.
+  // Local, but the same on all ranks. Returns whether all refused the last call, a plan, since some
+  // rank has more tokens or choices than there is room for, and for no other reason: a larger
+  // exchange, or grow(), makes room. Throws Error (kInvalidArgument) where this rank had no room
+  // and another had another reason.
   [[nodiscard]] bool is_outgrown() const;
 
-  // Local. Throws what a call that has finished on the GPU found; on a CPU why the exchange can no
-  // longer be used.
+  // Local. Throws the error of a call that has finished on the GPU; on a CPU why the exchange can
+  // no longer be used.
   void check();
 
-  // Local. What the last call has found; with PeerLoss::kFail all ranks are alive.
+  // Local. Returns what the last call found; with PeerLoss::kFail all ranks are alive.
   [[nodiscard]] CallReport report() const;
-  // Local. The next call, of all ranks, ends without these, as if they had died. Those among them
-  // that live get a PeerError. Throws Error: kInvalidArgument for this rank and for ranks out of
-  // range, kUnsupported without PeerLoss::kShrink and for threads of this process that have not
+  // Local. Makes the next call, of all ranks, end without `ranks`, as if they had died. Those among
+  // them that live get a PeerError. Throws Error: kInvalidArgument for this rank and for ranks out
+  // of range, kUnsupported without PeerLoss::kShrink and for threads of this process that have not
   // left.
   void mask(std::span<const int> ranks);
   // Returns the text by which a new process takes the place of a rank that is lost (Group::rejoin);
@@ -279,8 +279,8 @@ class Exchange {
   void readmit(std::span<const int> ranks);
   // Lets later calls have as many tokens on a rank, and choices of a token, as any rank has asked
   // for here. All ranks that are left call this, between the same two calls. Plans from before go
-  // on. Returns false if they could have as many before. Throws Error: kInvalidArgument on every
-  // rank for more than can be, kUnsupported as above and on GPUs.
+  // on. Returns false if calls could have as many before. Throws Error: kInvalidArgument on every
+  // rank for too many, kUnsupported as invitation() and on GPUs.
   bool grow(int64_t max_tokens, int max_topk);
 
   // Local. To `sums`, int64 [1, num_ranks] on the exchange's device, adds `times` the microseconds
@@ -291,7 +291,7 @@ class Exchange {
   // what it waited for rows only when it has ended.
   void add_waits(const Tensor& sums, int64_t times, void* stream = nullptr);
 
-  // Local. [rows, cols], contents undefined. On a GPU any thread may ask for it during a call.
+  // Local. Allocates [rows, cols], contents undefined. On a GPU any thread may during a call.
   [[nodiscard]] Buffer allocate(int64_t rows, int64_t cols, DType dtype);
   // Gives unused pool memory back to the system. On a GPU while no rank runs or begins a call.
   void release_pooled();
@@ -299,8 +299,8 @@ class Exchange {
   [[nodiscard]] int rank() const;
   [[nodiscard]] int num_ranks() const;
   [[nodiscard]] const ExchangeConfig& config() const;  // with "auto" and 0 resolved
-  // Also during a call, by its thread where that waits (core/interrupt.hpp); so report(),
-  // is_open().
+  // Allowed during a call, too, in its thread while that waits (core/interrupt.hpp); so are
+  // report() and is_open().
   [[nodiscard]] ExchangeStats stats() const;
   [[nodiscard]] Footprint footprint() const;
 

@@ -16,7 +16,7 @@ namespace weft {
 
 using Bytes = std::vector<std::byte>;
 
-// Every rank calls it in the same order; returns the blocks of all ranks, by rank.
+// Returns the blocks of all ranks, by rank; all ranks call it in the same order.
 using AllGather = std::function<std::vector<Bytes>(std::span<const std::byte>)>;
 
 struct Rendezvous {
@@ -41,17 +41,17 @@ struct Invitation;
 
 class Group {
  public:
-  // One group per rank, for one thread each. Throws Error: num_ranks < 1.
+  // Makes a group per rank, each for one thread. Throws Error: num_ranks < 1.
   [[nodiscard]] static std::vector<Group> local(int num_ranks);
-  // From the variables of torchrun, mpirun or srun (docs/launch.md lists them); a group of one
-  // where none are set.
+  // Makes a group from variables of torchrun, mpirun or srun (docs/launch.md lists them), of one
+  // rank where none are set.
   [[nodiscard]] static Group from_env();
   // True if from_env() would make a group of several ranks.
   [[nodiscard]] static bool is_launched();
-  // Over TCP. Throws TimeoutError naming missing ranks; Error for a wrong secret, size or a rank
-  // taken twice.
+  // Connects the ranks over TCP. Throws TimeoutError naming missing ranks; Error for a wrong secret
+  // or size, or a rank taken twice.
   [[nodiscard]] static Group connect(const Rendezvous& rendezvous);
-  // Collective, over a control plane that the caller already has (MPI, torch store).
+  // Collective. Makes a group over a control plane that the caller has (MPI, torch store).
   [[nodiscard]] static Group from_all_gather(int rank, int num_ranks, AllGather all_gather);
   // Makes a group in the place of a rank that was lost (ExchangeConfig::on_peer_loss); `invitation`
   // is from Exchange::invitation() of a rank that is left. One exchange can be made with it, by the
@@ -80,8 +80,8 @@ class Group {
 
 // Forks `num_ranks` processes, connects them over loopback with a fresh secret and runs `body` in
 // each, rank 0 included. Returns each rank's exit status (128 + signal if killed); a body's
-// exception is printed and becomes status 1. When one rank dies the others see PeerError; who has
-// not ended some seconds later is terminated. SIGINT and SIGTERM are passed on, the same again
+// exception is printed and becomes status 1. When one rank dies the others see PeerError; a rank
+// still running some seconds later is terminated. SIGINT and SIGTERM are passed on, the second
 // kills. When this process dies, so do the ranks. Call before starting threads.
 [[nodiscard]] std::vector<int> run_forked(int num_ranks, const std::function<int(Group&)>& body);
 

@@ -93,15 +93,15 @@ struct PairStep {
 struct PairShape {
   std::optional<int> forward_layers = {};  // none: no micro-batch runs forward
   std::optional<int> backward_layers = {};
-  // The backward of the attention comes before the forward of the experts, not after it: less
+  // True if the backward of the attention comes before the forward of the experts, not after: less
   // memory, less overlap.
   bool early_attention_release = false;
 };
 
-// Layer i of the forward meets layer last - i of the backward; the layers that one side has more
-// come by themselves. Each of the four exchanges of a pair of layers hides under work of the other
-// micro-batch, and every rank issues combine-backward, dispatch-forward, dispatch-backward,
-// combine-forward, so ranks cannot wait for each other in a circle.
+// Returns the steps of a pair: layer i of the forward with layer last - i of the backward, the
+// surplus layers of one side alone. Each of the four exchanges of a pair of layers hides under work
+// of the other micro-batch, and every rank issues combine-backward, dispatch-forward,
+// dispatch-backward, combine-forward, so ranks cannot wait for each other in a circle.
 [[nodiscard]] std::vector<PairStep> pair_order(const PairShape& shape);
 
 // Chunk c of rank r holds stage c * num_ranks + r of the model.
@@ -126,17 +126,17 @@ struct StagePair {
   bool operator==(const StagePair&) const = default;
 };
 
-// A step of training on one rank: forwards to warm up, pairs of a forward and a backward, the
+// Returns a training step of a rank: forwards to warm up, pairs of a forward and a backward, the
 // backwards that are left. Groups of num_ranks micro-batches pass one chunk after the other. There
 // is one warm-up forward more than without overlap, so that the two of a pair need nothing of each
 // other. The default shape with its number of micro-batches is a schedule without a pipeline.
-// Throws Error (kInvalidArgument) for a shape that is none.
+// Throws Error (kInvalidArgument) for a bad shape.
 [[nodiscard]] std::vector<StagePair> pipeline_order(const PipelineShape& shape);
 
-// How many multiprocessors a call takes that shares its GPU with computation, of those that the GPU
-// has. Alone, an exchange is fastest with all of them; beside products of matrices it would wait
-// until it gets them, and the products for it. A dispatch by copy engines needs more of them, for a
-// shorter time, to pack its rows.
+// Returns how many of a GPU's multiprocessors a call takes that shares the GPU with computation.
+// Alone, an exchange is fastest with all; beside matrix products it would wait until it gets them,
+// and the products for it. A dispatch by copy engines needs more, for a shorter time, to pack its
+// rows.
 [[nodiscard]] int overlapped_sms(int num_gpu_sms, bool is_copied_dispatch);
 
 // Returns whether copy engines carry the rows of a call that shares its GPU with computation. The

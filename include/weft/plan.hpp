@@ -36,8 +36,8 @@ enum class Overflow : uint8_t {
 
 // The order in which combine adds up a token's rows, always in fp32.
 enum class SumOrder : uint8_t {
-  // The rows that the token has on a rank, rounded, then what its ranks have, ascending, rounded;
-  // one row returns from each rank. Between domains see exchange.hpp.
+  // First the token's rows on each rank, rounded, then its ranks' sums, ascending, rounded; one row
+  // returns from each rank. Between domains see exchange.hpp.
   kRank,
   // All of its rows, in the order of its choices, rounded once: the same bits whatever the number
   // of ranks and domains. A row returns for each route; on CPUs a rank that has all topk routes of
@@ -52,14 +52,14 @@ inline constexpr int kMostReplicas = 16;  // places for them on a rank
 
 // Replicas of popular experts on other ranks, so that all ranks have about as many rows
 // (docs/balance.md). A rank has its own experts, the masters, then places for replicas: these
-// *physical experts* are the experts of every layout. Whoever computes puts the weights there.
-// Ranks that are lost take no rows (PeerLoss): all of an expert go to its places elsewhere, and no
-// replica is planned that its master cannot give the weights.
+// *physical experts* are the experts of every layout. The caller puts the weights there. Lost ranks
+// take no rows (PeerLoss): an expert's rows all go to its other places, and no replica is planned
+// whose master cannot give the weights.
 struct Balancing {
   int replicas = 0;      // places on each rank, at most kMostReplicas; 0: no balancing
   int64_t min_rows = 1;  // a planned replica has at least so many
-  // [num_ranks, replicas] the expert of each, -1: none; on each rank others' experts, each once.
-  // Empty: each call plans what suits its own counts.
+  // [num_ranks, replicas] expert of each place, -1: none; only other ranks' experts, each once a
+  // rank. Empty: each call places replicas by its own counts.
   std::vector<int32_t> placement = {};
   // Above 1: an expert's replicas by ascending rank, then its master take intervals of its rows by
   // source rank, then token, and replicas whole blocks of so many; the last replica stands in for a
@@ -157,10 +157,9 @@ class Plan {
   [[nodiscard]] std::vector<int64_t> routes_per_expert() const;
   // [num_ranks, num_replicas] the expert of each replica, -1: none.
   [[nodiscard]] std::span<const int32_t> placement() const;
-  // Routes that the busiest rank gets, before dropping; what it would get without replicas; the
-  // mean rank's; and what it would get if replicas cost nothing: less than `busiest` if this call
-  // has none because they would have cost more. A row budget holds them if it is at least `busiest`
-  // (and has room for padding).
+  // Routes of the busiest rank, before dropping; of the busiest without replicas; of the mean rank;
+  // and of the busiest if replicas cost nothing: less than `busiest` if this call has none because
+  // they would have cost more. A row budget of at least `busiest` (and padding) holds all routes.
   struct Load {
     int64_t busiest = 0;
     int64_t unbalanced = 0;

@@ -17,7 +17,7 @@ struct Routing {
   // Optional fp32 weights the plan keeps for CombineScale::kPlanWeights: [num_tokens, topk], or
   // [num_tokens, num_experts] with a map.
   ConstTensor weights = {};
-  // Values of topk_idx outside [0, num_experts) are no route, like -1, and no error.
+  // True if topk_idx may name no expert: values outside [0, num_experts) are no route.
   bool ignores_unknown = false;
   // With a map, optional: the indices that it was made of (`spread_routing`), [num_tokens, any]
   // int64 or int32. Those outside [-1, num_experts) are refused, as of topk_idx.
@@ -48,11 +48,11 @@ struct SpreadRouting {
   Tensor weights = {};  // fp32 likewise; optional
 };
 
-// Local, no call of an exchange: the map of topk_idx [num_tokens, any], int64 or int32, and their
-// weights (fp32 like topk_idx; given with SpreadRouting::weights) in the columns of their experts,
-// 0 elsewhere. Values outside [0, map.cols) are skipped; of an expert that a token has several
-// times the weights are added up in the order of its choices. Memory and stream as for
-// `count_routing`. Throws Error (kInvalidArgument, kCuda).
+// Local, no call of an exchange: makes the map of topk_idx [num_tokens, any], int64 or int32, and
+// puts `weights` (fp32 like topk_idx; given with SpreadRouting::weights) in their experts' columns,
+// 0 elsewhere. Values outside [0, map.cols) are skipped; weights of an expert that a token chose
+// several times are added in the order of its choices. Memory and stream as for `count_routing`.
+// Throws Error (kInvalidArgument, kCuda).
 void spread_routing(
     const ConstTensor& topk_idx,
     const ConstTensor& weights,
