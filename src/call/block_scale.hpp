@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Code that formats with a byte of scale for each small group share, for host and device: the
+// Code shared by formats with a one-byte scale for each small group, for host and device: the
 // largest magnitude of a group, and powers of two in a byte (E8M0). mxfp8.hpp and nvfp4.hpp use it.
 #pragma once
 
@@ -17,7 +17,7 @@ struct BlockScale {
   float factor;  // by which elements are multiplied before they are rounded
 };
 
-// Rounded where it stands: not fused with a sum that follows, of which other bits would come.
+// Returns a * b rounded, not fused with a sum that follows, which would give other bits.
 WEFT_HD inline float product_of(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rn(a, b);
@@ -26,14 +26,14 @@ WEFT_HD inline float product_of(float a, float b) {
 #endif
 }
 
-// The larger magnitude, `a` being one; a NaN is larger than any number.
+// Returns the larger of |b| and the magnitude `a`; a NaN is larger than any number.
 WEFT_HD constexpr float larger_magnitude(float a, float b) {
   const uint32_t magnitude = std::bit_cast<uint32_t>(b) & 0x7fffffffU;
   return std::bit_cast<float>(std::max(std::bit_cast<uint32_t>(a), magnitude));
 }
 
-// The exponent + 127 of the least power of two from 2^-127 to 2^127 that is not below `value`,
-// which is not negative; 2^127 for infinity, 255 for a NaN.
+// Returns the exponent + 127 of the least power of two from 2^-127 to 2^127 not below `value`,
+// which is not negative; that of 2^127 for infinity, 255 for a NaN.
 WEFT_HD constexpr uint8_t e8m0_above(float value) {
   constexpr int kMantissaBits = 23;
   constexpr uint32_t kLeast = 1U << (kMantissaBits - 1);  // 2^-127, which is below normal numbers
@@ -49,7 +49,7 @@ WEFT_HD constexpr uint8_t e8m0_above(float value) {
   return static_cast<uint8_t>(std::min<uint32_t>(above, 0xfe));
 }
 
-// One divided by the power of two that `exponent` stands for; a NaN for 255.
+// Returns one over the power of two that `exponent` stands for; a NaN for 255.
 WEFT_HD constexpr float e8m0_inverse(uint8_t exponent) {
   constexpr int kMantissaBits = 23;
   if (exponent >= 0xfe) {

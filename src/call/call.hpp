@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One collective call as a value: what every rank must pass alike. Made once from the arguments;
-// signature.hpp tells it to the other ranks.
+// One collective call as a value: what every rank must pass alike. It is made once from the
+// arguments; signature.hpp packs it for the others.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace weft {
 
-// A peer's word may hold any number.
+// Names any number, as a peer's word may hold one.
 [[nodiscard]] constexpr std::string_view op_name(Op op) {
   constexpr std::string_view kNames[] = {
       "call", "plan", "dispatch", "combine", "plan and dispatch"};
@@ -21,8 +21,8 @@ namespace weft {
 
 // Place where a source writes an arrival's row: the receiver chooses, the sources follow.
 enum class Place : uint32_t {
-  kStaging,      // row i of arrival i of the receiver's staging; it copies it to every slot
-  kPrimarySlot,  // the first slot of the receiver's output; it copies it to the others
+  kStaging,      // row i of the receiver's staging, of arrival i; the receiver copies it on
+  kPrimarySlot,  // the arrival's first slot in the output; the receiver copies it to the others
   kEverySlot,    // CPU: a source's store costs no more than the receiver's own
   kEager,        // GPU, before slots are known: the token's place among the receiver's eager rows
   kCopied,       // GPU, by copy engines, in blocks: a block of the receiver's, by source
@@ -45,7 +45,7 @@ struct Call {
   CombineScale scale = CombineScale::kNone;
   bool has_copies = false;   // copy engines carry the rows
   bool is_by_route = false;  // of a combine: a row returns for each route, not for each arrival
-  // Between hosts, ahead of a call that needs more memory than there is: bytes for each token.
+  // Between hosts, ahead of a call that lacks memory: bytes that it needs for each token.
   int64_t token_room = 0;
 };
 

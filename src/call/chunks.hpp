@@ -11,7 +11,7 @@ namespace weft {
 
 // --- GPUs: tokens of a rank ---
 
-// Latency decides calls of at most so many tokens of a rank. The number is a guess.
+// Calls of at most so many tokens of a rank are short: latency decides them (a guess).
 inline constexpr int64_t kShortCallTokens = 512;
 inline constexpr int kLongChunkTokens = 4;
 
@@ -32,7 +32,7 @@ WEFT_HD constexpr int num_device_chunks(int64_t num_tokens) {
   );
 }
 
-// The most that a call of at most so many tokens has.
+// Returns the most chunks of a call of up to `max_tokens` tokens.
 WEFT_HD constexpr uint32_t most_device_chunks(int64_t max_tokens) {
   const int chunks = num_device_chunks(max_tokens);
   return static_cast<uint32_t>(chunks < kShortCallTokens ? kShortCallTokens : chunks);

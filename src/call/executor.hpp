@@ -26,7 +26,7 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // The one behind an exchange, and an exchange by one that no config asks for, as tests need it.
+  // Returns an exchange's executor; for tests, an exchange by an executor of no config.
   [[nodiscard]] static Executor& of(Exchange& exchange) { return *exchange.executor_; }
   [[nodiscard]] static Exchange exchange_by(std::unique_ptr<Executor> executor) {
     return Exchange(std::move(executor));
@@ -62,7 +62,7 @@ class Executor {
   // See Exchange::receive(). Where every call receives at once there is nothing to do.
   virtual void receive(const Plan& /*plan*/, const CallOptions& /*call*/) {}
   [[nodiscard]] virtual bool is_open(const Plan& /*plan*/) const { return false; }
-  // See Exchange::refuse(). False if nobody else hears of it, as the stream is being captured.
+  // See Exchange::refuse(). Returns false if no other rank hears of it, as the stream is captured.
   virtual bool refuse(Op op, const Refusal& reason, const CallOptions& call) = 0;
   // See Exchange::is_outgrown().
   [[nodiscard]] virtual bool is_outgrown() const = 0;
@@ -78,7 +78,7 @@ class Executor {
   virtual bool grow(int64_t max_tokens, int max_topk);
   // See Exchange::add_waits(). `sums` [num_ranks] is memory of the exchange's device.
   virtual void add_waits(int64_t* sums, int64_t times, const CallOptions& call) = 0;
-  // On a GPU, for `weft tune`: so many of the multiprocessors of each later dispatch and combine
+  // On a GPU, for `weft tune`: sets how many multiprocessors of each later dispatch and combine
   // write to peers (dispatch: push, combine: pre-reduce); the others fan out or sum. 0: by the
   // measured table.
   virtual void set_num_senders(int /*count*/) {}
@@ -86,7 +86,7 @@ class Executor {
   [[nodiscard]] virtual Buffer allocate(const Tensor& shape) = 0;
   virtual void release_pooled() = 0;
 
-  // The process that made it.
+  // The process that made this executor.
   [[nodiscard]] pid_t maker() const { return maker_; }
   // This rank, as messages name it.
   [[nodiscard]] virtual const Context& context() const = 0;
@@ -98,7 +98,7 @@ class Executor {
   const pid_t maker_ = ::getpid();
 };
 
-// The error of a rank whose refusal could not be told, as its stream is being captured.
+// Returns the error of a rank that could tell no other, as its stream is being captured.
 [[nodiscard]] inline Error untold(const Error& error) {
   std::string text = error.what();
   const std::string note = " (the call was being captured: no other rank hears of it)";

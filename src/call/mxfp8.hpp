@@ -8,7 +8,7 @@
 
 namespace weft {
 
-// largest: by larger_magnitude() of a group.
+// Returns the scale of a group whose larger_magnitude() is `largest`.
 WEFT_HD constexpr BlockScale mxfp8_scale(float largest) {
   const uint8_t exponent = e8m0_above(largest / largest_fp8(Quantise::kMxfp8));
   return {exponent, e8m0_inverse(exponent)};

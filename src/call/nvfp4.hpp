@@ -17,7 +17,7 @@ WEFT_HD constexpr bool is_global_scale(float scale) {
   return scale > 0 && scale <= std::numeric_limits<float>::max();
 }
 
-// largest: by larger_magnitude() of a group. The factor is finite, so that a zero stays one.
+// Returns the scale of a group whose larger_magnitude() is `largest`. A finite factor keeps zeros.
 WEFT_HD inline BlockScale nvfp4_scale(float largest, float global_scale, ScaleRule rule) {
   constexpr float kMost = std::numeric_limits<float>::max();
   const bool is_power = rule == ScaleRule::kUe8m0;
@@ -31,7 +31,7 @@ WEFT_HD inline BlockScale nvfp4_scale(float largest, float global_scale, ScaleRu
   return {stored, factor > kMost ? kMost : factor};
 }
 
-// An E2M1 number in four bits; what is too large becomes 6 of its sign, a NaN 6.
+// Returns an E2M1 number in four bits; too large values become 6 of their sign, a NaN 6.
 WEFT_HD constexpr uint8_t float_to_fp4(float value) {
   constexpr Fp8Format kFormat = {.mantissa_bits = 1, .bias = 1, .finite = 7};
   const uint8_t code = float_to_fp8(value, kFormat);

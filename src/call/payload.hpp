@@ -12,8 +12,8 @@
 namespace weft {
 
 // Bytes of scales of a row for which there is memory from the beginning: a byte for each 16 of up
-// to 8,192 elements. Larger ones make staging grow, and go neither with the fused plan and dispatch
-// nor by copy engines.
+// to 8,192 elements. Larger scales make staging grow, and go neither with the fused plan and
+// dispatch nor by copy engines.
 inline constexpr uint32_t kScaleRoom = 512;
 
 // The bytes of a row of 16-bit elements, for which there is memory from the beginning.
@@ -59,7 +59,7 @@ struct PayloadFormat {
   return in.x.cols / format.group * format.scale_bytes;
 }
 
-// `topk`: weights of a token.
+// Returns the format of a dispatch with `topk` weights of a token.
 [[nodiscard]] inline PayloadFormat payload_of(
     const DispatchInput& in, const DispatchOutput& out, int topk
 ) {
@@ -75,7 +75,7 @@ struct PayloadFormat {
 [[nodiscard]] inline int64_t returned_row_bytes(const CombineInput& in) {
   return in.wire == Wire::kNone ? in.rows.row_bytes() : wire_row_bytes(in.wire, in.rows.cols);
 }
-// True if the sums of a combine leave it coded.
+// Returns whether a combine's output is coded.
 [[nodiscard]] inline bool codes_output(const CombineInput& in, const CombineOutput& out) {
   return in.wire != Wire::kNone && out.x.dtype == DType::kByte;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Formats that dispatch makes of bf16 rows, for host and device: how rows of each lie, and how FP8
-// gets its scales: a group has one by a ScaleRule; an element is multiplied by a factor that goes
-// with it, rounded, and rounded to nearest even. mxfp8.hpp and nvfp4.hpp have the other formats.
+// gets its scales, one for a group by a ScaleRule; an element is multiplied by the scale's factor,
+// rounded, and rounded to nearest even. mxfp8.hpp and nvfp4.hpp have the other formats.
 #pragma once
 
 #include <bit>
@@ -52,9 +52,9 @@ struct Fp8Scale {
   float factor;  // by which elements are multiplied before they are rounded
 };
 
-// largest: of the magnitudes in a group of FP8. Other bits would come of divisions by the scale:
-// the factor, rounded, is one over the scale before that was rounded. Both are finite and normal
-// for every group of numbers.
+// Returns the scale of a group of FP8 by its `largest` magnitude. Division by the scale would give
+// other bits: the factor, rounded, is one over the scale before rounding. Both are finite and
+// normal for every group of numbers.
 WEFT_HD constexpr Fp8Scale fp8_scale(float largest, Quantise kind, ScaleRule rule) {
   if (rule == ScaleRule::kExact && largest == 0.0F) {
     return {1, 1};
@@ -67,7 +67,7 @@ WEFT_HD constexpr Fp8Scale fp8_scale(float largest, Quantise kind, ScaleRule rul
   if (rule == ScaleRule::kExact || rule == ScaleRule::kClamped) {
     return {scale, last / counted};
   }
-  // It is positive and normal: any bit of the mantissa carries into the exponent.
+  // The scale is positive and normal: any bit of the mantissa carries into the exponent.
   constexpr uint32_t kMantissa = (1U << 23) - 1;
   const auto power =
       std::bit_cast<float>((std::bit_cast<uint32_t>(scale) + kMantissa) & ~kMantissa);

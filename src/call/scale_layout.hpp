@@ -12,12 +12,12 @@ namespace weft {
 inline constexpr int64_t kScaleWord = 4;  // bytes, of what is not kByRow
 inline constexpr int32_t kScaleTileRows = 128;
 
-// The tiles of an expert's block, one below the other.
+// Returns the number of tiles in a block of `stride` rows.
 WEFT_HD constexpr int32_t scale_tiles(int32_t stride) {
   return (stride + kScaleTileRows - 1) / kScaleTileRows;
 }
 
-// The rows of the output of scales. stride: of an expert's block, of which there are `num_rows`.
+// Returns the rows of the scale output for `num_rows` rows, in expert blocks of `stride`.
 constexpr int64_t num_scale_rows(ScaleLayout layout, int64_t num_rows, int64_t stride) {
   if (layout != ScaleLayout::kInTiles || stride == 0) {
     return num_rows;
@@ -30,7 +30,7 @@ struct ScaleWords {
   int64_t step;   // from one word to the next
 };
 
-// row_bytes: of a row's scales.
+// Returns where the `row_bytes` of a row's scales lie.
 WEFT_HD constexpr ScaleWords scale_words(
     ScaleLayout layout, int64_t row_bytes, int32_t stride, int32_t row
 ) {

@@ -166,12 +166,12 @@ constexpr std::span<const Field> fields_of(Op op) {
 
 constexpr size_t kWordBits = 64;
 
-// The value of a field in a word that holds it from bit `shift` on.
+// Returns a field's value in a word that holds it from bit `shift` on.
 constexpr int64_t cut(const Field& field, uint64_t word, size_t shift) {
   return static_cast<int64_t>(word >> shift & (~uint64_t{0} >> (kWordBits - field.bits)));
 }
 
-// visit(field, word, shift) for each field where it lies. -> words that there are.
+// Calls visit(field, word, shift) for each field; returns the number of words.
 template <class Visit>
 constexpr size_t for_each_field(Op op, const Visit& visit) {
   size_t bit = 0;
@@ -189,7 +189,7 @@ constexpr bool fits(Op op) {
 }
 static_assert(fits(Op::kPlan) && fits(Op::kDispatch) && fits(Op::kCombine));
 
-// The places of an operation's fields are known here: every call on a GPU packs some.
+// Packs fields at places known when compiling: every call on a GPU packs some.
 template <Op kOp, size_t... kIndex>
 Signature pack(const Call& call, std::index_sequence<kIndex...> /*fields*/) {
   constexpr auto kPlaces = [] {

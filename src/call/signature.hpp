@@ -18,7 +18,7 @@
 namespace weft {
 
 inline constexpr int kSignatureWords = 6;
-// A plan that pads to so many rows is none, but an announcement of a call on another exchange.
+// A plan that pads to so many rows only announces a call on another exchange.
 inline constexpr int64_t kAnnouncement = 1'000'003;
 inline constexpr int kPlanNumberWord = 0;  // of dispatch and combine only
 
@@ -31,8 +31,8 @@ struct Signature {
 // Returns whether a plan goes in one launch with its dispatch; nothing if the signature is empty.
 [[nodiscard]] std::optional<bool> has_dispatch(const Signature& plan);
 
-// "dtype of x = bfloat16 here and float16 on rank 2 (must be equal on all ranks)": the first field
-// that differs in a word of two signatures. A peer's word may be anything.
+// Names the first field that differs in a word of two signatures: "dtype of x = bfloat16 here and
+// float16 on rank 2 (must be equal on all ranks)". A peer's word may be anything.
 [[nodiscard]] std::string difference_text(
     Op op, size_t word, int64_t mine, int64_t theirs, size_t rank
 );
@@ -50,7 +50,7 @@ struct Refusal {
     return {chars.data(), ::strnlen(chars.data(), chars.size())};
   }
 
-  uint64_t is_for_room = 0;  // NoRoom: after growth it can be made
+  uint64_t is_for_room = 0;  // NoRoom: after growth the call can be made
   std::array<char, 512> chars = {};
 };
 

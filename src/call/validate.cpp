@@ -51,7 +51,7 @@ class Checker {
     );
   }
 
-  // Kernels load and store so many bytes at a time.
+  // Checks alignment, as kernels move so many bytes at a time.
   void aligned_on_gpu(
       std::string_view name, const ConstTensor& rows, int64_t alignment = kRowAlignment
   ) const {
@@ -67,7 +67,7 @@ class Checker {
     );
   }
 
-  // An output beside an input that is given, and none beside one that is not. -> given
+  // Checks that both are given or neither is; returns whether they are.
   [[nodiscard]] bool both(
       std::string_view name, const ConstTensor& output, const ConstTensor& input
   ) const {

@@ -14,13 +14,13 @@ namespace weft {
 
 void validate_config(const ExchangeConfig& config, const Context& context);
 
-// Exchange::mask().
+// Checks what Exchange::mask() is given.
 void check_masked(std::span<const int> ranks, const Context& context);
-// Exchange::grow() where it cannot be. Throws Error (kUnsupported).
+// Throws Error (kUnsupported) for an Exchange::grow() that cannot be.
 [[noreturn]] void refuse_to_grow(const ExchangeConfig& config, const Context& context);
 
-// Collective. A config that is wrong or different on one rank is an error on all. `more_checks` may
-// throw what only the chosen executor knows.
+// Collective. Throws on all ranks if one has a wrong or another config. `more_checks` may throw
+// what only the chosen executor knows.
 void agree_on_config(
     const Group& group, const ExchangeConfig& config, const std::function<void()>& more_checks = {}
 );

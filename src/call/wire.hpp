@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Code of a sum on its way to its token's rank (Wire of weft/calls.hpp), in integers and in fp32
+// Codes a sum on its way to its token's rank (Wire of weft/calls.hpp), in integers and in fp32
 // operations that round alike everywhere: the same bits on every machine. For host and device, a
 // number at a time; docs/wire.md has the layout and the bounds of errors.
 //
@@ -32,9 +32,8 @@ WEFT_HD constexpr int64_t wire_heads(Wire wire, int64_t hidden) {
 
 // --- kFp8: the head is the scale ---
 
-// largest: the bits of a group's largest magnitude. The scale is normal, so that it is as exact as
-// fp32 can be; with an infinity or a NaN in the group it is a NaN, and so is all that it stands
-// for.
+// Returns a group's scale; `largest`: the bits of its largest magnitude. The scale is normal, so as
+// exact as fp32 can be; an infinity or a NaN in the group makes it and all elements NaNs.
 WEFT_HD constexpr float wire_scale(uint32_t largest) {
   constexpr float kLeast = 0x1p-126F;
   if (largest >= kInfinity) {
@@ -63,7 +62,7 @@ struct LogGroup {
 };
 inline constexpr uint32_t kLogNan = 0xffff0000U;  // `least` of a group with an infinity or a NaN
 
-// least, largest: the bits of a group's magnitudes that are not zero. Of a group of zeros: any, 0.
+// Returns a group's head, by the bits of its non-zero magnitudes. Of a group of zeros: any, 0.
 WEFT_HD constexpr uint32_t log_head(uint32_t least, uint32_t largest) {
   constexpr uint32_t kUpper = 0xffff0000U;
   if (largest >= kInfinity) {
@@ -77,9 +76,9 @@ WEFT_HD constexpr uint32_t log_head(uint32_t least, uint32_t largest) {
   return (largest == 0 ? 0 : first >> 16) | (units == 0 ? 1 : units) << 16;
 }
 
-// number / by, rounded down, for at least kLogStepUnit. A CPU's vectors divide no integers; a
-// double holds both exactly, and no quotient is so near to a whole number that it would be rounded
-// to one.
+// Returns number / by, rounded down; `by` is at least kLogStepUnit. A CPU's vectors divide no
+// integers; a double holds both exactly, and no quotient is so near to a whole number that it would
+// be rounded to one.
 WEFT_HD constexpr uint32_t divided(uint32_t number, uint32_t by) {
 #ifdef __CUDA_ARCH__
   return number / by;
@@ -88,7 +87,7 @@ WEFT_HD constexpr uint32_t divided(uint32_t number, uint32_t by) {
 #endif
 }
 
-// bits: of an fp32. Ten bits: the sign, and the code of the nearest logarithm.
+// Codes the bits of an fp32 in ten: the sign, and the code of the nearest logarithm.
 WEFT_HD constexpr uint32_t log_code(uint32_t bits, LogGroup group) {
   const uint32_t magnitude = bits & kMagnitude;
   const uint32_t sign = bits >> 31 << 9;
@@ -97,7 +96,7 @@ WEFT_HD constexpr uint32_t log_code(uint32_t bits, LogGroup group) {
   return sign | (is_zero ? 0 : 1 + steps);
 }
 
-// The fp32 that ten bits stand for.
+// Returns the bits of the fp32 of a `code`.
 WEFT_HD constexpr uint32_t log_bits(uint32_t code, LogGroup group) {
   constexpr uint32_t kLargest = kInfinity - 1;
   const uint32_t number = code & kLogCodes;
@@ -145,7 +144,7 @@ WEFT_HD constexpr uint32_t log_bits(uint32_t code, LogGroup group) {
   std::memcpy(row + wire_heads(wire, hidden) + group * int64_t{sizeof head}, &head, sizeof head);
 }
 
-// Reads it.
+// Reads a group that code_group() wrote.
 [[gnu::always_inline]] inline void read_group(
     Wire wire, const std::byte* row, int64_t hidden, int64_t group, float* values
 ) {
