@@ -31,7 +31,7 @@ void check_own(const std::unique_ptr<Executor>& executor) {
   check_maker("exchange", executor->maker(), executor->context());
 }
 
-// A call by this thread, as long as it lasts.
+// Scope of a call: checks its process, sets standard floats.
 class OwnCall {
  public:
   explicit OwnCall(const std::unique_ptr<Executor>& executor) : executor_(*executor) {

@@ -9,7 +9,7 @@
 
 namespace weft {
 
-// Through the agreement, so that ranks with another build hear of it.
+// Throws in the agreement, so that ranks with another build hear of it.
 std::unique_ptr<Executor> make_cuda_exchange(
     const Group& group,
     const ExchangeConfig& config,

@@ -75,7 +75,7 @@ void store(const Tensor& tensor, int64_t row, const Row& values) {
   }
 }
 
-// Adds a term. A sum that is empty begins with it.
+// Adds a term; an empty sum becomes the term.
 void add(Row& sum, const Row& term) {
   for (size_t col = 0; col < term.size(); ++col) {
     if (col == sum.size()) {
@@ -86,7 +86,7 @@ void add(Row& sum, const Row& term) {
   }
 }
 
-// A sum as it travels: rounded to the dtype, or coded.
+// Returns a sum as it travels: rounded to the dtype, or coded.
 Row sent(const Row& sum, DType dtype, Wire wire) {
   Row values;
   if (wire == Wire::kNone) {
@@ -114,7 +114,7 @@ struct Route {
   int64_t slot = 0;
   int64_t source_col = 0;  // of weights at the source: k, or the expert for a map
   int64_t row_col = 0;     // of weights at the receiver: k for kRankMajor, else 0
-  int64_t expert = 0;      // of those at the receiver
+  int64_t expert = 0;      // among the receiver's own
   float weight = 1;        // held by the plan
   int num_experts = 0;     // that tokens choose among
 };
@@ -149,7 +149,7 @@ std::vector<Route> routes_of(const PlanData& source) {
   return routes;
 }
 
-// `scales`: of one row, by the wanted layout.
+// Stores the `scales` of a row by the wanted layout.
 void store_scales(
     const PlanData& plan, const DispatchOutput& out, int64_t row, const std::byte* scales
 ) {
@@ -225,7 +225,7 @@ float source_weight(const Route& route, const CombineInput& source) {
              : at(source.source_weights, route.token, route.source_col);
 }
 
-// A row of the experts, times its weight if the source asks for that.
+// Returns a route's row, times its weight if the source asks for that.
 Row term_of(const Route& route, const CombineInput& receiver, const CombineInput& source) {
   Row term = load(receiver.rows, route.slot);
   if (source.scale != CombineScale::kNone) {
@@ -238,7 +238,7 @@ Row term_of(const Route& route, const CombineInput& receiver, const CombineInput
   return term;
 }
 
-// Returns a rank's routes by token, then in the order of its choices. A map's are its experts.
+// Returns a rank's routes by token, then choice. A map's choices are its experts.
 std::vector<Route> routes_by_choice(const PlanData& source) {
   std::vector<Route> routes = routes_of(source);
   std::ranges::stable_sort(routes, [](const Route& a, const Route& b) {
@@ -247,7 +247,7 @@ std::vector<Route> routes_by_choice(const PlanData& source) {
   return routes;
 }
 
-// SumOrder::kTopk, for one rank's tokens.
+// Combines one rank's tokens by SumOrder::kTopk.
 void combine_by_choice(
     const PlanData& source,
     std::span<const CombineInput> in,

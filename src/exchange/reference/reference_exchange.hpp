@@ -35,7 +35,7 @@ void reference_dispatch(
 // `domain_of` [num_ranks] says which ranks share a domain (Topology::domain_of); empty: all do. If
 // there are several, the partials of a domain's ranks are added in that way and rounded to the
 // dtype, then the sums of the domains, ascending, and rounded again.
-// With kTopk it does not count.
+// SumOrder::kTopk ignores it.
 // Throws Error (kInvalidArgument): scale with kRankMajor, whose rows belong to several routes.
 void reference_combine(
     std::span<const Plan> plans,
