@@ -42,8 +42,8 @@ struct CpuCall {
   std::byte* staging_data = nullptr;
 };
 
-// Returns where this rank reaches what a peer named in its word; null: it cannot. Throws
-// LostPeerError if the peer has broken off since and let go of it.
+// Returns where this rank reaches a `target` that a peer named; null: it cannot. Throws
+// LostPeerError if the peer has broken off since and released the region.
 [[nodiscard]] inline std::byte* reach(const CpuCall& call, int peer, const Target& target) {
   const Transport& transport = call.rank.transport;
   std::byte* const region = transport.mapped(peer, target.region.slot);
@@ -69,7 +69,7 @@ struct CpuCall {
   return static_cast<size_t>(token * plan.shape.num_chosen_experts() + expert);
 }
 
-// Weights of some arrivals in route order, out of a tensor shaped like Routing::weights; returns
+// Gathers weights of some arrivals in route order from a tensor like Routing::weights; returns
 // their number.
 inline size_t gather_weights(
     const PlanData& plan, const Arrivals& pair, ChunkRange range, const float* weights, float* out
@@ -84,7 +84,7 @@ inline size_t gather_weights(
   return count;
 }
 
-// A row for place `row` of what a peer's target names.
+// Makes the put of a row to place `row` of a target.
 [[nodiscard]] inline Put put_to(
     const Target& target, int64_t row, const void* source, uint64_t bytes, uint32_t signal
 ) {
@@ -95,7 +95,7 @@ inline size_t gather_weights(
       .signal = signal,
       .offset = target.offset + static_cast<uint64_t>(row) * bytes};
 }
-// Weights of routes, from route `first` of the pair on.
+// Makes the put of weights, from the pair's route `first` on.
 [[nodiscard]] inline Put put_to(
     const Target& target, size_t first, std::span<const float> weights, uint32_t signal
 ) {
@@ -107,7 +107,7 @@ inline size_t gather_weights(
       .offset = target.offset + first * sizeof(float)};
 }
 
-// That `peer` raises this signal once more.
+// Expects `peer` to raise `signal` once more.
 [[nodiscard]] inline Missing once_more(const CpuRank& rank, size_t peer, uint32_t signal) {
   return {.peer = static_cast<int>(peer), .signal = signal, .wanted = ++rank.settled[signal]};
 }

@@ -64,7 +64,7 @@ class BasicChunkSignals {
   [[nodiscard]] int64_t num_chunks_from(size_t peer) const {
     return num_chunks(num_arrivals(peer));
   }
-  // Raised at each receiver for the chunks that `rank` sends.
+  // Returns the signal raised at a receiver for a chunk of `rank`.
   [[nodiscard]] uint32_t signal(size_t rank, int64_t chunk) const {
     return first_signal_ + static_cast<uint32_t>(rank) * max_chunks_ + static_cast<uint32_t>(chunk);
   }
@@ -75,7 +75,7 @@ class BasicChunkSignals {
   [[nodiscard]] bool is_complete(size_t peer, int64_t chunk) const {
     return transport_.signal_value(signal(peer, chunk)) >= wanted(peer, chunk);
   }
-  // Adds whom the chunk waits for, each but once.
+  // Adds the ranks that the chunk waits for, each once.
   void add_missing(size_t peer, int64_t chunk, std::vector<Missing>& late) const {
     const ChunkSource& source = traffic_.sources[peer];
     const uint32_t number = signal(peer, chunk);
@@ -96,7 +96,7 @@ class BasicChunkSignals {
       add(rank, source.peer);
     }
   }
-  // One thread calls it after all chunks are complete.
+  // Settles signals, on one thread, after all chunks are complete.
   void settle() {
     for (size_t peer = 0; peer < num_peers(); ++peer) {
       for (int64_t chunk = 0; chunk < num_chunks_from(peer); ++chunk) {
@@ -115,7 +115,7 @@ class BasicChunkSignals {
 
 using ChunkSignals = BasicChunkSignals<ChunkTraffic>;
 
-// Some queues of chunks. Any worker claims the next chunk of a queue once what it needs has come.
+// Some queues of chunks. Any worker claims a queue's next chunk once all it needs has come.
 //
 // `Work` derives from it and has run(queue, chunk, worker) and each_needed(queue, chunk, visit),
 // which calls visit(signals, peer, chunk) for all that a chunk of a queue waits for, until that
@@ -123,7 +123,7 @@ using ChunkSignals = BasicChunkSignals<ChunkTraffic>;
 template <class Work>
 class ChunkWork {
  public:
-  // Runs one chunk of each queue that has one ready. Any worker. False: there was none.
+  // Runs a chunk of each queue that has one ready. Any worker. Returns false if none had.
   bool run_ready(int worker) {
     bool has_run = false;
     for (size_t step = 0; step < next_.size(); ++step) {
@@ -138,14 +138,14 @@ class ChunkWork {
     return has_run;
   }
 
-  // Every chunk is claimed by some worker.
+  // True if workers have claimed all chunks.
   [[nodiscard]] bool is_claimed() const {
     bool is_all = true;
     each_unclaimed([&](size_t /*queue*/, int64_t /*chunk*/) { is_all = false; });
     return is_all;
   }
 
-  // run_ready() has something to do.
+  // True if run_ready() has a chunk to run.
   [[nodiscard]] bool has_ready() const {
     bool has_complete = false;
     each_unclaimed([&](size_t queue, int64_t chunk) {
@@ -154,7 +154,7 @@ class ChunkWork {
     return has_complete;
   }
 
-  // Adds whom the next chunks of the queues wait for.
+  // Adds the ranks that the queues' next chunks wait for.
   void add_missing(std::vector<Missing>& late) const {
     each_unclaimed([&](size_t queue, int64_t chunk) {
       work().each_needed(queue, chunk, [&](const auto& from, size_t peer, int64_t part) {
@@ -169,7 +169,7 @@ class ChunkWork {
  protected:
   ChunkWork() = default;
 
-  // For the constructor: how many arrivals or tokens each queue has, and the one to look at first.
+  // For the constructor: sets the arrivals or tokens of each queue, and the queue to try first.
   void set_queues(const std::vector<int64_t>& num_items, size_t first = 0) {
     first_ = first;
     for (const int64_t count : num_items) {
@@ -203,11 +203,11 @@ class ChunkWork {
 
   size_t first_ = 0;
   std::vector<int64_t> num_chunks_;         // by queue
-  std::vector<std::atomic<int64_t>> next_;  // by queue, the first chunk that nobody has claimed
+  std::vector<std::atomic<int64_t>> next_;  // by queue, the first unclaimed chunk
 };
 
-// Each worker takes turns: run_unit(unit, worker) for the next unit, then what is ready of both
-// works. Returns when all of it is done; `reason` names what has not come if it never is.
+// Has workers take turns: run_unit(unit, worker) for the next unit, then chunks that are ready of
+// `forward` and `receive`. Returns when all are done; `reason` names what never came.
 template <class RunUnit, class Forward, class Receive>
 void take_turns(
     const CpuRank& rank,

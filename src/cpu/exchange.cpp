@@ -23,7 +23,7 @@ namespace {
 
 std::atomic<uint64_t> next_exchange_id = 1;
 
-// The host's cores, shared among the ranks that run on it.
+// Returns this rank's share of its host's cores.
 int default_num_threads(const Group& group) {
   const auto& hosts = group.topology().host_of;
   const auto mine =
@@ -140,7 +140,7 @@ void CpuExchange::connect(const Group& group, uint64_t num_calls) {
               : max_record_bytes(settings_.max_tokens, settings_.max_topk)};
   agree(group, [&] { control_ = transport_->allocate(control_map_.num_bytes()); });
   const std::vector<Bytes> refs = group.all_gather(std::as_bytes(std::span(&control_.ref, 1)));
-  agree(group, [&] {  // nobody leaves the constructor before everybody can be written to
+  agree(group, [&] {  // no rank leaves the constructor before all can be written to
     control_slots_.assign(refs.size(), 0);
     for (size_t rank = 0; rank < refs.size(); ++rank) {
       if (!is_lost()(static_cast<int>(rank))) {
@@ -149,7 +149,7 @@ void CpuExchange::connect(const Group& group, uint64_t num_calls) {
         control_slots_[rank] = ref.slot;
         continue;
       }
-      for (const int parity : {0, 1}) {  // nobody posts these words: they count nothing
+      for (const int parity : {0, 1}) {  // no rank posts these words: they count nothing
         std::memset(
             control_.data + control_map_.call_offset(parity, rank), 0, control_map_.call_stride()
         );
@@ -182,7 +182,7 @@ CpuExchange::~CpuExchange() {
   }
 }
 
-// Whatever an attempt comes to, a refusal too, holds only when it has come to that on all ranks.
+// Repeats `attempt` until its outcome, a refusal too, is that of all ranks.
 void CpuExchange::run_attempts(Op op, const std::function<void()>& attempt) {
   check();
   const uint64_t num_calls = board_->last_call();
@@ -282,7 +282,7 @@ bool CpuExchange::refuse(Op op, const Refusal& reason, const CallOptions& /*call
   return true;
 }
 
-// Nobody waits for the dispatch behind a plan: every rank throws in the plan.
+// Refuses a plan and dispatch in its plan, where every rank throws.
 void CpuExchange::refuse_attempt(Op op, const Refusal& reason) {
   call_number_ = board_->next_call();
   try {
@@ -292,7 +292,7 @@ void CpuExchange::refuse_attempt(Op op, const Refusal& reason) {
     if (survival_ || is_told || error.code() == ErrorCode::kInterrupted) {
       throw;
     }
-    // The others never called: what this rank refuses for is the error to throw.
+    // The others never called: the caller throws this rank's reason.
     broken_ = std::current_exception();
   } catch (...) {
     broken_ = std::current_exception();
@@ -307,7 +307,7 @@ CallWord CpuExchange::new_word(const Call& call) const {
   return word;
 }
 
-// Grows in steps; nobody writes there between calls.
+// Grows in steps; no rank writes there between calls.
 void CpuExchange::reserve_staging(uint64_t bytes) {
   if (bytes <= staging_.ref.bytes) {
     return;

@@ -101,31 +101,31 @@ class CpuExchange : public Executor {
     std::exception_ptr reason;
   };
   void refuse_attempt(Op op, const Refusal& reason);
-  // The end of the exchange, unless the attempt failed because ranks are lost.
+  // Ends the exchange, unless the attempt failed because ranks are lost.
   void settle(Op op, const Error& error);
-  // Makes ranks that go on without lost ones do so without this one, too.
+  // Makes ranks that go on without lost ranks leave this one out, too.
   void leave();
   // Makes the exchange again among the ranks that are members now, after so many calls; a rank that
   // joins again hears the number from the others.
   void reconnect(uint64_t num_calls);
-  // Repeats that until it works for all members.
+  // Repeats reconnect() until it works for all.
   void reconnect_at_last(uint64_t num_calls);
   void rejoin(const Group& group, const Invitation& invitation);
-  void tell_losses() const;  // to whom wants to know of those of the last call
+  void tell_losses() const;  // of the last call, to on_loss
   [[nodiscard]] IsLost is_lost() const {
     return [this](int rank) { return survival_ ? survival_->is_lost(rank) : place_.is_lost(rank); };
   }
   [[nodiscard]] std::vector<int> lost_ranks() const;  // ascending
   [[nodiscard]] std::vector<int> members() const;     // likewise
-  // With replicas that lie where they are, or without any.
+  // Returns those without a copy by `balance`.
   [[nodiscard]] std::vector<int32_t> lost_experts(const Balancing& balance) const;
   // Returns the part of a plan that concerns the ranks that are left. Valid until the members
   // change.
   [[nodiscard]] const PlanData& surviving(const Plan& plan);
 
-  // The exception being handled, or how a peer has ended if the call failed by that.
+  // Returns the exception being handled, or how a peer ended if that failed the call.
   [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;
-  // The end of the exchange. Of an interrupt, which happens only here, the other ranks are told.
+  // Ends the exchange. Tells the other ranks of an interrupt, which happens only here.
   [[noreturn]] void break_off(Op op, const Error& error);
 
   // Steps of make_plan (plan/call.cpp). `all`: by rank, for their arrivals.
@@ -135,12 +135,12 @@ class CpuExchange : public Executor {
   );
 
   [[nodiscard]] CallWord new_word(const Call& call) const;
-  // Makes room for what peers write here in this call. Nobody writes there between calls.
+  // Makes room for what peers write here in this call. No rank writes there between calls.
   void reserve_staging(uint64_t bytes);
   [[nodiscard]] Target staging_at(uint64_t offset) const;
   // Makes reachable what the peers named in their words.
   void import_targets(std::span<const CallWord> words);
-  // Token ranks shall store and read rows in the experts' ranks themselves (FanOut::kSource).
+  // True if token ranks store and read rows in the experts' ranks (FanOut::kSource).
   [[nodiscard]] bool may_touch_peers(const PlanData& plan) const;
   void count_crossings(const CrossingCount& count, int64_t row_bytes);
   [[nodiscard]] CpuRank cpu_rank() {
@@ -162,7 +162,7 @@ class CpuExchange : public Executor {
   uint64_t first_plan_ = 0;   // plans of earlier calls are unknown to a rank that joined again
   uint64_t last_change_ = 0;  // plans up to that call are of other members
   uint64_t epoch_ = 0;        // of domains_
-  Balancing balance_;         // as given to the last plan, if that is none of these
+  Balancing balance_;         // as given to the last plan; none once ranks joined again
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<CallBoard> board_;
@@ -173,8 +173,8 @@ class CpuExchange : public Executor {
   uint64_t call_number_ = 0;
   std::exception_ptr broken_;         // why the exchange can no longer be used
   bool is_second_part_ = false;       // the next call is that of dispatch_routed()
-  bool is_growing_ = false;           // to sizes that it gives up again where it fails
-  std::exception_ptr failed_growth_;  // why all ranks have given up the one that they are in
+  bool is_growing_ = false;           // in grow(), whose sizes are dropped if it fails
+  std::exception_ptr failed_growth_;  // why all ranks give up this grow()
   ExchangeStats counters_;
 
   // Makes room for the signals of so large calls.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// CpuExchange among fewer and fewer ranks.
+// Loss and return of ranks of a CpuExchange.
 #include <algorithm>
 #include <array>
 #include <numeric>
@@ -52,7 +52,7 @@ Sizes sizes_of(const ExchangeConfig& config) {
 }
 
 // Facts that members tell each other before they connect. Ranks that join again learn the number of
-// calls, and that theirs is the exchange of the others; all have room for the largest sizes of any.
+// calls and check that theirs is the others' exchange; all take the largest sizes of any.
 struct Meeting {
   uint64_t num_calls = 0;
   std::array<int64_t, 2> config = {};
@@ -69,7 +69,7 @@ Meeting meet(const Group& group, const std::vector<int>& members, const Meeting&
     known = known.num_calls == kUnknownCalls ? theirs : known;
     known.sizes = most;
   }
-  if (known.num_calls == kUnknownCalls) {  // who could tell is lost, and all plans with it
+  if (known.num_calls == kUnknownCalls) {  // ranks that knew are lost, and all plans with them
     known.num_calls = 0;
   }
   return known;
@@ -81,11 +81,11 @@ void CpuExchange::reconnect(uint64_t num_calls) {
   const Group group = survival_->group();
   if (transport_) {
     std::ranges::for_each(lost_ranks(), [&](int rank) { transport_->give_up(rank); });
-    transport_->close();  // whoever still waits for this rank in the attempt that was cut short
+    transport_->close();  // ends waits for this rank in the attempt cut short
   }
   const std::array<int64_t, 2> config = {settings_.hidden, settings_.num_experts};
   const Meeting own = {.num_calls = num_calls, .config = config, .sizes = sizes_of(settings_)};
-  // When it returns, no member is in that attempt any more.
+  // When meet() returns, no member is in that attempt.
   const Meeting met = meet(group, survival_->members(), own);
   WEFT_CHECK_ARG(
       context_,
@@ -146,7 +146,7 @@ void CpuExchange::rejoin(const Group& group, const Invitation& invitation) {
   settings_.transport = transport_name_.substr(0, transport_name_.find(':'));
   context_.transport = settings_.transport;
   workers_ = std::make_unique<WorkerPool>(settings_.num_threads);
-  // The others may let it go again before all have met, where they still heard of one before it.
+  // The others may drop this rank before all have connected, by late news of one before it.
   for (const Deadline deadline(settings_.timeout);;) {
     try {
       survival_ = std::make_unique<Survival>(group, context_, settings_.timeout);
@@ -159,12 +159,12 @@ void CpuExchange::rejoin(const Group& group, const Invitation& invitation) {
       }
       broken_ = nullptr;
       board_.reset();
-      waiter_.reset();  // they know the one that was let go
+      waiter_.reset();  // they refer to the old survival_
     }
   }
 }
 
-// Like a call: it ends in the same way, and with the same members, on all that are left.
+// Ends like a call: in the same way, and with the same members, on all that are left.
 void CpuExchange::readmit(std::span<const int> ranks) {
   if (!survival_) {
     Executor::readmit(ranks);
@@ -189,7 +189,7 @@ bool CpuExchange::grow(int64_t max_tokens, int max_topk) {
   }
   struct Wish {
     Sizes sizes;
-    int64_t has_failed = 0;  // this growth, on a rank that no other was lost to
+    int64_t has_failed = 0;  // this growth, on a rank that lost no other
   };
   const Sizes before = sizes_of(settings_);
   const Sizes own = before.with({max_tokens, max_topk});

@@ -26,7 +26,7 @@ class Network : private CpuExchange {
     return {context_, config, id_};
   }
   [[nodiscard]] const std::string& transport_name() const { return settings_.transport; }
-  // Name by which it can be made again.
+  // Name by which to make the transport again.
   [[nodiscard]] const std::string& full_transport_name() const { return transport_name_; }
   // Sets what messages call the transport from then on; `name` stays the caller's.
   void name_transport(std::string_view name) { context_.transport = name; }
@@ -36,7 +36,7 @@ class Network : private CpuExchange {
   using CpuExchange::make_plan;
   using CpuExchange::refuse;
   using CpuExchange::run_call;
-  // Within run_call: what this rank says, and what all said to it, whose targets are in reach then.
+  // Within run_call: makes a word; swaps words with all ranks, whose targets are in reach then.
   using CpuExchange::new_word;
   [[nodiscard]] std::vector<CallWord> swap(const std::vector<CallWord>& words) {
     std::vector<CallWord> heard = board_->swap(words, {});
@@ -65,7 +65,7 @@ class Network : private CpuExchange {
   [[nodiscard]] uint64_t staging_bytes() const { return staging_.ref.bytes; }
   using CpuExchange::reserve_staging;
   using CpuExchange::staging_at;
-  // Memory of the caller's, which has been lent to the network; or none.
+  // Stages in the caller's memory, lent to the network; or in none.
   void use_as_staging(std::byte* data, const RegionRef& lent) {
     staging_ = {.data = data, .ref = lent};
   }

@@ -16,9 +16,9 @@
 namespace weft {
 namespace {
 
-// `peer` reads this rank's rows, if it can, for its own tokens or for those that it forwards. The
-// weights of the latter are with this rank when their source hands them in. Codes are what travels:
-// with them nobody reads another's rows.
+// Returns whether `peer` reads this rank's rows, if it can, for its own tokens or for those that it
+// forwards. Source weights of the latter are with this rank. Where codes travel, no rank reads
+// another's rows.
 bool reads_rows(const PlanData& plan, size_t peer, const CombineInput& in) {
   if (!is_near(plan, peer) || in.wire != Wire::kNone) {
     return false;
@@ -27,7 +27,7 @@ bool reads_rows(const PlanData& plan, size_t peer, const CombineInput& in) {
                                             forwards_sums(plan) && rows_from(plan, peer) > 0);
 }
 
-// The expert that CombineInput::source_idx names for a route, -1: none.
+// Returns the expert that `source_idx` names for a route, -1: none.
 int64_t named_expert(const ConstTensor& source_idx, size_t route, const PlanShape& shape) {
   const int64_t given = source_idx.dtype == DType::kInt64
                             ? reinterpret_cast<const int64_t*>(source_idx.data)[route]
@@ -35,7 +35,7 @@ int64_t named_expert(const ConstTensor& source_idx, size_t route, const PlanShap
   return given < shape.num_chosen_experts() ? std::max<int64_t>(given, -1) : -1;
 }
 
-// The experts that are named are those that the plan was made of, whose rows come back.
+// Checks that the named experts are those of the plan, whose rows come back.
 void check_choices(const PlanData& plan, const ConstTensor& source_idx, const Context& context) {
   const auto topk = static_cast<size_t>(source_idx.cols);
   for (size_t route = 0; route < plan.route_expert.size(); ++route) {
@@ -55,8 +55,8 @@ void check_choices(const PlanData& plan, const ConstTensor& source_idx, const Co
   }
 }
 
-// Combine's input with the weights that it scales rows by: those given, or a copy without those
-// that do not count, which lives as long as this.
+// Combine's input with the weights that scale its rows: as given, or a copy without those that do
+// not count, which lives as long as this object.
 class CountedWeights {
  public:
   CountedWeights(const PlanData& plan, const CombineInput& in) : in_(in) {
@@ -81,9 +81,8 @@ class CountedWeights {
   std::vector<float> kept_;
 };
 
-// Waits until all rows are whole that are still being written, before anybody may read them. The
-// marks are not signals of a rank, so that the wait has its own deadline, a little before the
-// waiter's.
+// Waits until the marks say that all rows are whole, before any rank may read them. Marks are not
+// signals of a rank, so the wait has its own deadline, a little before the waiter's.
 void await_marks(
     const CpuRank& rank,
     uint64_t number,
@@ -95,7 +94,7 @@ void await_marks(
   const auto* marks = reinterpret_cast<const uint32_t*>(ready.marks.data);
   const int64_t experts = plan.shape.num_local_experts();
   const int64_t blocks = ready.num_blocks(plan.num_rows / experts);
-  int64_t next = 0;  // those before it have been seen
+  int64_t next = 0;  // earlier marks have been seen
   const auto mark = [&] {
     return std::atomic_ref(const_cast<uint32_t&>(marks[next])).load(std::memory_order_acquire);
   };
@@ -133,8 +132,8 @@ void await_marks(
   );
 }
 
-// Each worker takes turns: send a chunk to every token rank, add up what this domain's ranks have
-// for tokens of others, sum the tokens that are complete.
+// Has workers take turns: send a chunk to every token rank, add up this domain's rows for tokens of
+// other domains, sum the tokens that are complete.
 template <class Send, class Forward, class Rows>
 void run_roles(const CpuCall& call, Send& send, Forward& forward, CombineSum<Rows>& sum) {
   const WaitReason reason = {.op = "combine", .call = call.number, .what = "partial sums"};

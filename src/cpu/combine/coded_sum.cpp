@@ -25,7 +25,7 @@ class CodedSum {
   CodedSum(const RowGroups& groups, Wire wire, int64_t num_cols)
       : groups_(groups), wire_(wire), num_cols_(num_cols) {}
 
-  // The sum of the bf16 rows of a group, in columns [128 * block, 128 * block + 128).
+  // Adds up the bf16 rows of a group, in columns [128 * block, 128 * block + 128).
   void add_rows(size_t group, int64_t block, Values& sum) const {
     const size_t begin = group == 0 ? 0 : groups_.group_ends[group - 1];
     for (size_t i = begin; i < groups_.group_ends[group]; ++i) {

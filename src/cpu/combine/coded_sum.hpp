@@ -18,8 +18,8 @@ enum class SumFor : uint8_t {
   kToken,   // the same, rounded to bf16
 };
 
-// Each group is a code that has come, or bf16 rows, which are added in fp32 and coded first. `out`:
-// a coded row, or one of bf16. `num_cols`: a multiple of kQuantiseGroup. The rest as for
+// Adds groups up, each a code that has come, or bf16 rows, which are added in fp32 and coded first.
+// `out`: a coded or a bf16 row. `num_cols`: a multiple of kQuantiseGroup. The rest as for
 // sum_groups().
 void sum_coded_groups(
     std::byte* out, const RowGroups& groups, Wire wire, SumFor what, int64_t num_cols

@@ -12,7 +12,7 @@
 
 namespace weft {
 
-// Weights that a source hands in are with the ranks whose rows they are for, so those multiply.
+// Returns whether this rank reads a member's rows: not if source weights, held there, scale them.
 inline bool is_read_here(const CpuCall& call, const CombineInput& in, int member) {
   const Target& at = call.words[static_cast<size_t>(member)].own_rows;
   return member == call.plan.shape.rank ||
@@ -61,7 +61,7 @@ class CombineForward final : public ChunkWork<CombineForward> {
   // Is called after all workers have ended.
   void settle() { arrived_.settle(); }
 
-  // The partial sums that a chunk of inter-node tokens is made of.
+  // Visits the partial sums of a chunk of inter-node tokens.
   template <class Visit>
   void each_needed(size_t forwarded, int64_t chunk, const Visit& visit) const {
     const Crossings& crossings = plan_.between->forwarded[forwarded].crossings;
@@ -100,8 +100,8 @@ class CombineForward final : public ChunkWork<CombineForward> {
   }
 
  private:
-  // A group for each rank of the domain that has the token: its rows where they can be read here,
-  // else the partial sum that came. Weights that a source handed in are of this rank's own pair.
+  // Lists a group for each rank of the domain that has the token: its rows where they can be read
+  // here, else the partial sum that came. Source weights are of this rank's own pair.
   void list(const ForwardedSource& forwarded, int64_t crossing, RowGroups& groups) const {
     const auto source_weight = staged_weights(call_, static_cast<size_t>(forwarded.source));
     for (size_t m = 0; m < rows_of_.size(); ++m) {

@@ -36,8 +36,8 @@ class CombineReduce {
   }
 
   [[nodiscard]] int64_t num_units() const { return num_units_; }
-  // One chunk for every token rank but this one, those of other domains first. Any worker, each
-  // unit once.
+  // Sends a chunk to every token rank but this one, other domains first. Any worker, each unit
+  // once.
   void run(int64_t unit, int worker) {
     SumScratch& scratch = scratch_[static_cast<size_t>(worker)];
     for (const auto& [peer, taker] : peers_) {

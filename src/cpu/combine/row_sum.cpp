@@ -19,8 +19,8 @@ using U16 = hn::Rebind<uint16_t, F32>;
 using VecF = hn::Vec<F32>;
 using VecU = hn::Vec<U32>;
 
-// Each format loads and stores two vectors' worth of adjacent elements at once; which element lies
-// in which lane is its own affair. The results are those of core/half.hpp, bit for bit.
+// Each format loads and stores two vectors' worth of adjacent elements at once, in lanes of its
+// choice. The results are those of core/half.hpp, bit for bit.
 struct Pair {
   VecF a;
   VecF b;
@@ -50,7 +50,7 @@ struct Bf16 {
         hn::BitCast(F32(), hn::ShiftLeft<16>(both)),
         hn::BitCast(F32(), hn::And(both, hn::Set(U32(), kOddMask)))};
   }
-  // The rounded value in the upper half, noise below.
+  // Returns the rounded value in the upper half, noise below.
   static VecU round(VecF value) {
     const U32 du;
     const VecU bits = hn::BitCast(du, value);
@@ -92,7 +92,7 @@ struct Fp16 {
   static Element round_one(float value) { return float_to_fp16(value); }
 
 #if HWY_TARGET <= HWY_AVX2 || HWY_ARCH_ARM_A64
-  // Conversions of the machine keep the payload of a NaN, so that one goes by itself.
+  // The machine's conversions keep a NaN's payload, so vectors with NaNs go one by one.
   static VecF load_half(const Element* from) {
     const hn::Rebind<hwy::float16_t, F32> half;
     return hn::PromoteTo(F32(), hn::BitCast(half, hn::LoadU(U16(), from)));
@@ -133,7 +133,7 @@ class Summer {
   Summer(const RowGroups& terms, std::span<const std::byte* const> next)
       : terms_(terms), next_(next) {}
 
-  // Columns outside, rows inside: each element is read once and loads of several rows are in
+  // Loops over columns, then rows: each element is read once and loads of several rows are in
   // flight.
   void sum(std::byte* out_bytes, size_t num_cols) const {
     const size_t block = 2 * hn::Lanes(F32());  // elements of a pair
@@ -178,7 +178,7 @@ class Summer {
     return sum;
   }
 
-  // A lone group is rounded by the store alone.
+  // Sums a pair; the store alone rounds a lone group.
   [[nodiscard]] Pair sum_pair(size_t col) const {
     Pair sum = sum_group(0, terms_.group_ends[0], col);
     if (terms_.group_ends.size() == 1) {

@@ -25,9 +25,9 @@ struct RowGroups {
   }
 };
 
-// The sum of a group: round(rows[0][c] * w[0] + rows[1][c] * w[1] + ...) in each column, each
-// product and each sum rounded to fp32; without weights the rows themselves. Then the sum of the
-// groups' sums, each of which is rounded to the dtype first. There is a row; bf16, fp16 or fp32;
+// Adds groups up: a group's sum is round(rows[0][c] * w[0] + rows[1][c] * w[1] + ...) in each
+// column, each product and sum rounded to fp32; without weights the rows themselves. Then the
+// groups' sums, each rounded to the dtype first, are added. At least one row; bf16, fp16 or fp32;
 // `out` may not overlap a row.
 //
 // `next` names rows that will be summed soon: they are fetched into cache on the way, since rows

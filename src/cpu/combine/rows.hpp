@@ -17,7 +17,7 @@
 
 namespace weft {
 
-// Sums of groups that are rounded to the dtype, or coded.
+// Adds groups up, rounded to the dtype or coded.
 inline void add_up(
     const CombineInput& in,
     SumFor what,
@@ -32,7 +32,7 @@ inline void add_up(
   }
 }
 
-// A sum that came from elsewhere, as a group of its own; its terms were multiplied before.
+// Adds a sum that came, as a group of its own; its terms were multiplied before.
 inline void add_sum(const CombineInput& in, const std::byte* row, RowGroups& groups) {
   groups.rows.push_back(row);
   if (in.scale != CombineScale::kNone) {
@@ -44,8 +44,8 @@ inline void add_sum(const CombineInput& in, const std::byte* row, RowGroups& gro
   }
 }
 
-// The rows of one arrival, as a group, out of the output that begins at `rows`. Only layouts of one
-// row per route are scaled; `source_weight(route)` is the factor with kSourceWeights.
+// Adds an arrival's rows, of the output that begins at `rows`, as a group. Only layouts of one row
+// per route are scaled; `source_weight(route)` is the factor with kSourceWeights.
 template <class SourceWeight>
 void add_arrival(
     const CombineInput& in,
@@ -71,14 +71,14 @@ void add_arrival(
   }
 }
 
-// Factors that `source` handed in for the routes of its pair with this rank.
+// Returns factors, by route, that `source` sent for its pair with this rank.
 [[nodiscard]] inline auto staged_weights(const CpuCall& call, size_t source) {
   const std::byte* staged = call.staging_data + call.staging.source_weights[source];
   return
       [weights = reinterpret_cast<const float*>(staged)](size_t route) { return weights[route]; };
 }
 
-// This rank reads the rows of `peer` itself. Always true of itself.
+// True if this rank reads the rows of `peer`, or is `peer`.
 [[nodiscard]] inline bool is_readable(const CpuCall& call, int peer) {
   return peer == call.plan.shape.rank ||
          call.words[static_cast<size_t>(peer)].own_rows.region.generation != 0;
@@ -95,8 +95,8 @@ void add_arrival(
   return at.region.generation == 0 ? nullptr : reach(call, peer, at);
 }
 
-// One chunk of sums that this rank makes for a peer, of its own rows or of its domain's: in the
-// peer's memory where it can be stored to, else here, and then they are put.
+// A chunk of sums that this rank makes for a peer, of its own rows or of its domain's: stored in
+// the peer's memory if possible, else made here and put.
 struct SumChunk {
   SumFor what = SumFor::kRank;
   size_t to = 0;          // rank
@@ -113,7 +113,7 @@ struct alignas(64) SumScratch {
   RowGroups next;
 };
 
-// `list(i, groups)` adds what row i of the chunk is the sum of to `groups`, which are empty.
+// Sends a chunk; `list(i, groups)` adds the terms of its row i to `groups`, which are empty.
 template <class List>
 void send_sums(
     const CpuCall& call,
@@ -177,9 +177,9 @@ class CombineRows {
     }
   }
 
-  // This rank reads the rows of `peer` itself and gets no partial sums. Always true of itself.
+  // True if this rank reads the rows of `peer` and gets no partial sums, or is `peer`.
   [[nodiscard]] bool reads(size_t peer) const { return is_read_[peer]; }
-  // A group for each rank, or, of several domains, one for each of them; none for a token without
+  // Lists a group for each rank, or, of several domains, for each domain; none for a token without
   // routes. All that the token waits for must be here.
   void list(int64_t token, Token& out) const {
     out.rows.clear();
@@ -191,8 +191,8 @@ class CombineRows {
   }
 
  private:
-  // A group for each domain, this one's ranks added up before. A token that goes to no other domain
-  // needs no more than their groups, as long as a sum that is rounded twice is not coded.
+  // Lists a group for each domain, this one's ranks added up before. A token that goes to no other
+  // domain needs only its ranks' groups, unless sums are coded.
   void list_across(int64_t token, Token& out) const {
     const DomainTraffic& between = *plan_.between;
     const auto parts = between.parts_of(static_cast<size_t>(token));

@@ -47,7 +47,7 @@ inline ChunkTraffic crossing_traffic(const PlanData& plan, const CombineRows& /*
   return traffic;
 }
 
-// `Rows` lists what a token is made of: CombineRows, or TopkRows (topk.hpp).
+// `Rows` lists the terms of a token: CombineRows, or TopkRows (topk.hpp).
 template <class Rows>
 class CombineSum final : public ChunkWork<CombineSum<Rows>> {
  public:
@@ -84,7 +84,7 @@ class CombineSum final : public ChunkWork<CombineSum<Rows>> {
     }
   }
 
-  // The partial sums that a chunk of tokens is made of.
+  // Visits the partial sums of a chunk of tokens.
   template <class Visit>
   void each_needed(size_t /*queue*/, int64_t unit, const Visit& visit) const {
     for (size_t peer = 0; peer < arrived_.num_peers(); ++peer) {
@@ -157,7 +157,7 @@ class CombineSum final : public ChunkWork<CombineSum<Rows>> {
     }
   }
 
-  // `tokens`: ascending, those whose parts the peer's chunks hold.
+  // Visits the peer's chunks of a unit; they hold parts of `tokens`, ascending.
   template <class Signals, class Visit>
   [[nodiscard]] bool each_chunk_of(
       const Signals& signals,

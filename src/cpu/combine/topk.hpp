@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine with SumOrder::kTopk: rows return one for each route, straight to the token's rank also
-// between domains, and that adds them in the order of the token's choices. Only a rank that has all
+// combine with SumOrder::kTopk: a row for each route returns straight to the token's rank, also
+// between domains, and is added there in the order of the token's choices. Only a rank that has all
 // topk routes of a token adds them up itself (returns_sum() in plan/plan_data.hpp).
 #pragma once
 
@@ -29,7 +29,7 @@ class TopkTerms {
  public:
   explicit TopkTerms(int topk) : topk_(static_cast<size_t>(topk)) {}
   void set(int32_t k, const TopkTerm& term) { terms_[static_cast<size_t>(k)] = term; }
-  // Adds those that are there to `groups`, as one group.
+  // Adds the terms that are set to `groups`, as one group.
   void list(bool is_scaled, RowGroups& groups) const {
     for (const TopkTerm& term : std::span(terms_).first(topk_)) {
       if (term.row == nullptr) {
@@ -50,7 +50,7 @@ class TopkTerms {
   size_t topk_;
 };
 
-// The factor of a route that the plan holds or that `source_weight(route)` gives.
+// Returns a route's factor, held by the plan or given by `source_weight(route)`.
 template <class SourceWeight>
 [[nodiscard]] float factor_of(
     const CombineInput& in, const Arrivals& pair, size_t route, const SourceWeight& source_weight
@@ -65,7 +65,7 @@ template <class SourceWeight>
   }
 }
 
-// The rows of an arrival, out of the output that begins at `rows`.
+// Sets an arrival's rows, of the output that begins at `rows`.
 template <class SourceWeight>
 void add_routes(
     const CombineInput& in,
@@ -84,8 +84,8 @@ void add_routes(
   }
 }
 
-// The sending role: rows of a token rank's arrivals, each to the place of its route in the area
-// that this rank has there; a sum to that of its arrival's first route.
+// The sending role: puts rows of a token rank's arrivals, each at its route's place in this rank's
+// area there; a sum at that of its arrival's first route.
 class TopkReturn {
  public:
   TopkReturn(const CpuCall& call, const CombineInput& in)
@@ -108,8 +108,8 @@ class TopkReturn {
   }
 
   [[nodiscard]] int64_t num_units() const { return num_units_; }
-  // One chunk of arrivals for every token rank but this one, those of other domains first. Any
-  // worker, each unit once.
+  // Sends a chunk of arrivals to every token rank but this one, other domains first. Any worker,
+  // each unit once.
   void run(int64_t unit, int worker) {
     Scratch& scratch = scratch_[static_cast<size_t>(worker)];
     for (const size_t peer : peers_) {
@@ -225,7 +225,7 @@ class TopkRows {
     add_routes(in_, rows_of_[peer], pair, arrival, weights_of(token, pair), terms);
   }
 
-  // A sum was multiplied before.
+  // Adds an arrival's rows that came; a sum was multiplied before.
   void add_staged(int64_t token, size_t peer, int64_t arrival, TopkTerms& terms) const {
     const Arrivals& pair = plan_.sent[peer];
     const std::byte* staged = call_.staging_data + call_.staging.rows[peer];

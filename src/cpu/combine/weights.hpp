@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// This rank has told `peer` where its rows are, to read them itself.
+// True if this rank has told `peer` where its rows are, to be read.
 [[nodiscard]] inline bool is_reader(const CpuCall& call, size_t peer) {
   return call.said[peer].own_rows.region.generation != 0;
 }
@@ -28,8 +28,8 @@ inline void wait_for_readers(const CpuCall& call) {
   );
 }
 
-// Collective, before any worker begins: kSourceWeights are held by the token ranks and used by the
-// expert ranks.
+// Collective, before any worker begins. Sends kSourceWeights from the token ranks, which hold them,
+// to the expert ranks.
 inline void swap_source_weights(const CpuCall& call, const CombineInput& in) {
   const auto* weights = reinterpret_cast<const float*>(in.source_weights.data);
   const size_t num_ranks = call.plan.sent.size();
@@ -53,7 +53,7 @@ inline void swap_source_weights(const CpuCall& call, const CombineInput& in) {
   );
 }
 
-// The gradients of the weights of some of a token rank's arrivals, gathered in `weights`.
+// Sends weight gradients of some of a token rank's arrivals, gathered in `weights`.
 inline void send_weights(
     const CpuCall& call,
     const CombineInput& in,

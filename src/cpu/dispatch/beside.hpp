@@ -46,7 +46,7 @@ inline void tell_counts(const PlanData& plan, const DispatchOutput& out) {
   }
 }
 
-// `by_row` [num_rows] to `out` by another layout, slack excluded.
+// Stores `by_row` [num_rows] in `out` by another layout, slack excluded.
 inline void lay_scales(
     const PlanData& plan, const std::byte* by_row, const Tensor& out, ScaleLayout layout
 ) {
@@ -66,7 +66,7 @@ inline void lay_scales(
   }
 }
 
-// scale_rows: the scales as they have come, if they are wanted by another layout.
+// Writes `scale_rows`, the scales that came, if wanted by another layout, and experts.
 inline void write_beside(
     const PlanData& plan, const std::byte* scale_rows, const DispatchOutput& out
 ) {
@@ -78,8 +78,8 @@ inline void write_beside(
   }
 }
 
-// Once the call is over: it may have been made again without lost ranks, whose rows of zeros are
-// counted, and come from where they came from, like all others.
+// Writes sources and counts once the call is over: it may have been repeated without lost ranks,
+// whose rows of zeros count, and keep their sources, like all others.
 inline void tell_rows(const PlanData& plan, const DispatchOutput& out) {
   if (out.sources.is_given()) {
     tell_sources(plan, out.sources);

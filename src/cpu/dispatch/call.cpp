@@ -16,8 +16,7 @@
 namespace weft {
 namespace {
 
-// Input that this rank sends, and what it has for its output: regions that peers reach, where it
-// lies in some, and staging.
+// Input that this rank sends, its output, the regions of it that peers reach, if any, and staging.
 struct Ready {
   StoredInput in;
   DispatchOutput out;                 // as rows arrive
@@ -71,7 +70,7 @@ std::vector<RowStream> streams_of(
   return streams;
 }
 
-// But for the staging. region_of(tensor): where peers reach its memory, if they do.
+// Prepares all but staging. region_of(tensor): where peers reach its memory, if they do.
 template <class RegionOf>
 Ready ready_for(
     const DispatchInput& in,
@@ -95,8 +94,8 @@ Ready ready_for(
   return ready;
 }
 
-// Each worker takes turns: push a chunk to every receiver, forward what has come from other domains
-// and fan out what has arrived meanwhile. The last units zero the padding.
+// Has workers take turns: push a chunk to every receiver, forward rows from other domains and fan
+// out what has arrived meanwhile. The last units zero the padding.
 void run(const CpuCall& call, const DispatchInput& in, const DispatchOutput& out) {
   const std::vector<RowStream> streams = streams_of(call, in, out);
   const RowWeights row_weights(call.plan, out.weights);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The receiving role of dispatch: each arrival to its other slots (or all of them, out of staging)
-// as soon as its chunk is complete, while it is still in cache.
+// The receiving role of dispatch: copies each arrival to its other slots (from staging: to all) as
+// soon as its chunk is complete, while it is still in cache.
 #pragma once
 
 #include <span>

@@ -50,7 +50,7 @@ class DispatchForward final : public ChunkWork<DispatchForward> {
   // Is called after all workers have ended.
   void settle() { crossed_.settle(); }
 
-  // The chunks of inter-node tokens that a chunk of a pair is made of.
+  // Visits the chunks of inter-node tokens of a pair's chunk.
   template <class Visit>
   void each_needed(size_t p, int64_t chunk, const Visit& visit) const {
     const Pair& pair = pairs_[p];
@@ -80,7 +80,7 @@ class DispatchForward final : public ChunkWork<DispatchForward> {
     const Arrivals& arrivals;
   };
 
-  // Raises what the source would raise at `to`.
+  // Sends a chunk to `to` as its source would.
   void send(size_t to, const Pair& pair, int64_t chunk) const {
     const PairChunk part = {
         .to = to,
@@ -95,7 +95,7 @@ class DispatchForward final : public ChunkWork<DispatchForward> {
     puts.send(call_.rank.transport, to, part.signal);
   }
 
-  // Rows for this rank itself go to all their slots; DispatchFanOut sees to their weights.
+  // Copies rows for this rank itself to all slots; DispatchFanOut has their weights.
   void keep(const Pair& pair, int64_t chunk) const {
     const ChunkRange range = chunk_range(pair.arrivals.size(), chunk);
     for (const RowStream& stream : streams_) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sending role of dispatch: rows of this rank's tokens, once to each rank of its domain that
-// needs them and once to its forwarder in each other domain.
+// The sending role of dispatch: puts rows of this rank's tokens, once to each rank of its domain
+// that needs them and once to its forwarder in each other domain.
 #pragma once
 
 #include <algorithm>
@@ -46,8 +46,8 @@ class DispatchPush {
   }
 
   [[nodiscard]] int64_t num_units() const { return num_units_; }
-  // One chunk to every receiver, other domains first, this rank last. Any worker, each unit once.
-  // Receivers mostly take the same tokens, so a chunk's rows are read from memory once.
+  // Sends a chunk to every receiver, other domains first, this rank last. Any worker, each unit
+  // once. Receivers mostly take the same tokens, so a chunk's rows are read from memory once.
   void run(int64_t unit) const {
     for (const size_t domain : domains_) {
       send_across(domain, unit);
@@ -88,7 +88,7 @@ class DispatchPush {
     puts.send(call_.rank.transport, to, part.signal);
   }
 
-  // Each token once, to the forwarder.
+  // Sends each token once, to the forwarder.
   void send_across(size_t domain, int64_t chunk) const {
     const std::vector<int32_t>& tokens = plan_.between->sent[domain];
     const ChunkRange range = chunk_range(static_cast<int64_t>(tokens.size()), chunk);
@@ -136,7 +136,7 @@ class DispatchPush {
     streaming_fence();
   }
 
-  // Weights of a chunk, gathered in `memory`, which must live until they are sent.
+  // Gathers weights of a chunk in `memory`, which must live until they are sent.
   [[nodiscard]] Put weights_put(
       size_t to, ChunkRange range, uint32_t signal, std::span<float> memory
   ) const {

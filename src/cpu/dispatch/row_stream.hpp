@@ -30,7 +30,7 @@ struct RowStream {
       copy_bytes(to, from, row_bytes);
     }
   }
-  // The rows of some arrivals of a pair to all their slots in the output that begins at `to`.
+  // Copies rows of some arrivals of a pair to all slots in the output that begins at `to`.
   // `row_of(i)`: where the row of arrival i lies here.
   template <class RowOf>
   void store_rows(std::byte* to, const Arrivals& pair, ChunkRange range, const RowOf& row_of)
@@ -64,7 +64,7 @@ struct PairChunk {
 class PutList {
  public:
   void add(const Put& put) { puts_[num_puts_++] = put; }
-  // Arrivals that this rank stored itself, each counted like one put.
+  // Counts arrivals that this rank stored itself, each like one put.
   void add_stored(int64_t num_arrivals) { num_stored_ += static_cast<uint64_t>(num_arrivals); }
 
   void send(Transport& transport, size_t to, uint32_t signal) const {
@@ -113,7 +113,7 @@ class RowWeights {
 
   [[nodiscard]] bool is_given() const { return data_ != nullptr; }
 
-  // One arrival's weights, in route order.
+  // Stores an arrival's weights, in route order.
   void put(const Arrivals& pair, int64_t arrival, const float* weights) const {
     const auto a = static_cast<size_t>(arrival);
     const auto first = static_cast<size_t>(pair.route_begin[a]);
@@ -127,7 +127,7 @@ class RowWeights {
     }
   }
 
-  // Rows [begin, end) are padding.
+  // Zeros padding rows [begin, end).
   void zero(int64_t begin, int64_t end) const {
     const bool is_by_choice = plan_.shape.options.layout == Layout::kRankMajor;
     const int64_t cols = is_by_choice ? plan_.shape.topk : 1;

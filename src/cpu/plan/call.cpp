@@ -70,8 +70,7 @@ class RecordSwap {
     }
   }
 
-  // The bundle of each source that this rank forwards for, as it comes, to the ranks of this
-  // domain.
+  // Passes the bundle of each source that this rank forwards for, as it comes, to this domain.
   void pass_on() {
     for (const int source : domains_.forwarded()) {
       state_.waiter_->until_raised(reason(), {missing(source)});
@@ -111,7 +110,7 @@ class RecordSwap {
     return from;
   }
 
-  // [sources forwarded for][members of this domain] but for this rank's own, which it received.
+  // [sources forwarded for][members of this domain] but for this rank's own, see received().
   [[nodiscard]] std::vector<std::vector<Arrivals>> forwarded() const {
     const std::span<const int> sources = domains_.forwarded();
     const std::span<const int> near = domains_.near();
@@ -174,7 +173,7 @@ class RecordSwap {
     return {area + sizeof length, std::min(length, state_.control_map_.record_bytes)};
   }
 
-  // Takes those of the domain's ranks out of `records`, by rank.
+  // Sends a domain's records, taken out of `records`.
   void send_bundle(int domain, std::span<std::vector<std::byte>> records) const {
     std::vector<std::vector<std::byte>> of_members;
     for (const int member : domains_.members(domain)) {
@@ -208,7 +207,7 @@ class RecordSwap {
 
 namespace {
 
-// Everyone's counts, out of the words of this call and what followed them.
+// Returns all ranks' counts, of this call's words and their payloads.
 std::vector<RankCounts> counts_of(
     const CallBoard& board, std::span<const CallWord> words, int num_experts
 ) {
@@ -252,8 +251,8 @@ Sharing sharing_of(WorkerPool& workers, const RouteTable& routes) {
 
 }  // namespace
 
-// Collective. Rows that are arrivals are counted by token, which only the token's rank can: all
-// tell each other in one more handshake, with the same word.
+// Collective. Swaps counts of arrivals, which only the tokens' ranks know after balancing, in one
+// more handshake, with the same word.
 void CpuExchange::swap_arrivals(CallWord word, const RankCounts& own, std::span<RankCounts> all) {
   call_number_ = board_->next_call();
   word.call = call_number_;
@@ -266,7 +265,7 @@ void CpuExchange::swap_arrivals(CallWord word, const RankCounts& own, std::span<
   }
 }
 
-// Collective. The plan by everyone's counts, which are of the same experts as `routes`.
+// Collective. Makes the plan by all ranks' counts, of the same experts as `routes`.
 Plan CpuExchange::plan_by_counts(
     const RouteTable& routes, std::span<const RankCounts> counts, const PlanOptions& options
 ) {

@@ -22,8 +22,8 @@ uint64_t sum_of_bytes(const std::vector<Region>& regions) {
 std::shared_ptr<const Region> BufferPool::take(uint64_t bytes) {
   const uint64_t wanted = size_class(bytes);
   const std::lock_guard lock(mutex_);
-  // The smallest that fits: too small ones wrap round to a huge waste. Up to twice the need is
-  // taken rather than a new region made.
+  // Finds the smallest that fits: too small ones wrap round to a huge waste. One of up to twice the
+  // need is taken, else a new region made.
   const auto waste = [&](const Region& region) { return region.ref.bytes - wanted; };
   const auto best = std::ranges::min_element(unused_, {}, waste);
   Region region;

@@ -16,15 +16,15 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
   explicit BufferPool(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
-  // A region of at least `bytes`; it goes back when the last copy of the pointer does, from any
+  // Returns a region of at least `bytes`, which goes back with the last copy of the pointer, on any
   // thread.
   [[nodiscard]] std::shared_ptr<const Region> take(uint64_t bytes);
   // The live region that contains these bytes, if any.
   [[nodiscard]] std::optional<Region> find(const std::byte* data, uint64_t bytes) const;
   // Gives unused regions back to the system.
   void release_unused();
-  // Takes what is in use away from all other processes: what these write there from now on is seen
-  // by nobody. Addresses and contents stay. The transport is closed. Throws Error (kOutOfMemory).
+  // Takes regions in use away from all other processes: no rank sees what these write there from
+  // now on. Addresses and contents stay. The transport is closed. Throws Error (kOutOfMemory).
   void withdraw();
 
   [[nodiscard]] uint64_t used_bytes() const;

@@ -58,7 +58,7 @@ void CallBoard::post(std::span<const CallWord> words, std::span<const std::byte>
     try {
       transport_.put(rank, {&put, 1});
     } catch (const Error&) {
-      // Nobody can write to a peer that has left; collect() says so, unless its word is here.
+      // No rank can write to a peer that has left; collect() says so, unless its word is here.
       if (transport_.peer_state(rank) == PeerState::kAlive) {
         throw;
       }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every collective call starts here: each rank tells each other rank what it is about to do and
-// where to write, and nobody writes before it has heard from all. That is the barrier, the
+// where to write, and no rank writes before it has heard from all. That is the barrier, the
 // signature check and the address exchange in one message.
 //
 // A rank that must refuse its caller's arguments still posts its word, marked so, and still hears
@@ -93,7 +93,7 @@ class CallBoard {
   [[nodiscard]] std::span<const std::byte> payload(int rank) const;
 
   // Posts a refusal, waits for the others as swap() does, and returns; the caller throws its own
-  // error. If that is for want of room, it throws what else was wrong on others.
+  // error. A refusal for want of room throws what else was wrong on others.
   void refuse(Op op, const Refusal& reason);
 
   // True if the last call was a plan to which all ranks came, at least one refused it, and every

@@ -74,7 +74,7 @@ struct SignalMap {
   [[nodiscard]] WEFT_HD constexpr uint32_t source_weights(Index source) const {
     return static_cast<uint32_t>(3 * num_ranks + source);
   }
-  // `reader` has read what it needed of this rank's rows.
+  // Raised once `reader` needs this rank's rows no more.
   [[nodiscard]] WEFT_HD constexpr uint32_t rows_read(Index reader) const {
     return static_cast<uint32_t>(4 * num_ranks + reader);
   }

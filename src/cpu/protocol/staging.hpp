@@ -36,9 +36,9 @@ struct StagedRowBytes {
   uint64_t crossing_scales = 0;
 };
 
-// dispatch: by source, what it sends here, itself or through a forwarder.
+// Lays out by source what dispatch brings here, perhaps through a forwarder.
 [[nodiscard]] Staging dispatch_staging(const PlanData& plan, const StagedRowBytes& bytes);
-// combine: by expert rank, what it sends back here; source_weights by token rank.
+// Lays out by expert rank what combine returns; source_weights by token rank.
 [[nodiscard]] Staging combine_staging(const PlanData& plan, const StagedRowBytes& bytes);
 
 }  // namespace weft

@@ -132,8 +132,8 @@ void Waiter::until_raised(const WaitReason& reason, const std::vector<Missing>& 
   until(reason, ready, missing);
 }
 
-// The end of a peer, or of who hands its rows on, that leaves the signal unraised. A peer that left
-// has given all it had to whoever hands it on.
+// Finds the end of a peer, or of its forwarder, that leaves the signal unraised. A peer that left
+// has given its forwarder all it had.
 Waiter::Gone Waiter::find_gone(const Missing& one) const {
   const PeerState state = transport_->peer_state(one.peer);
   if (one.via >= 0) {

@@ -58,7 +58,7 @@ class Waiter {
     first_notice_ = first_notice;
   }
 
-  // Any thread. `ready` is polled; `missing` is asked only while parked. Throws TimeoutError,
+  // Waits; any thread. `ready` is polled, `missing` asked only while asleep. Throws TimeoutError,
   // PeerError or Error (kInterrupted). `is_stopping` ends the wait quietly when another worker of
   // this rank has failed.
   void until(
@@ -73,9 +73,9 @@ class Waiter {
   // Throws PeerError if another rank has been interrupted in this call or before it.
   void check_interrupts(const WaitReason& reason) const;
 
-  // How a peer has ended: "rank 1 died", or "rank 2 died and rank 1 left the exchange", since who
-  // leaves may have done so because another died. Without a peer (-1), or while it lives: who died.
-  // Empty: nothing of it can be seen within so long.
+  // Tells how a peer ended: "rank 1 died", or "rank 2 died and rank 1 left the exchange", since a
+  // rank may leave because another died. Without a peer (-1), or while it lives: which rank died.
+  // Empty: nothing of it is seen within `patience`.
   [[nodiscard]] std::string end_of(int peer, std::chrono::milliseconds patience = {}) const;
 
   // [num_ranks] seconds, any thread.

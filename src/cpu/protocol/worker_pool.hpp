@@ -25,8 +25,8 @@ class WorkerPool {
   // Runs `job(worker)` on every worker and returns when all have ended. The first exception is
   // rethrown; the others see is_stopping() and leave their waits.
   void run(const std::function<void(int)>& job);
-  // visit(i) once for each i below `count`, by whichever worker is free; else as run(). Waking
-  // them takes tens of microseconds: unless `is_much` work, the caller does it all.
+  // Calls visit(i) once for each i below `count`, on any free worker; else as run(). Waking workers
+  // takes tens of microseconds: unless `is_much`, the caller does it all.
   void for_each(size_t count, bool is_much, const std::function<void(size_t)>& visit);
   [[nodiscard]] bool is_stopping() const { return stopping_.load(std::memory_order_relaxed); }
 
