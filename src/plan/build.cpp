@@ -77,8 +77,8 @@ std::vector<SlotCursor> first_slots(
   return cursors;
 }
 
-// The order of a token's routes by expert, then k, which is that of their slots; places without a
-// route come last. It counts smaller neighbours instead of swapping: no branch to mispredict.
+// Orders a token's routes by expert, then k, as their slots are; places without a route come last.
+// Counts smaller neighbours instead of swapping: no branch to mispredict.
 void order_by_expert(std::span<const int32_t> experts, std::array<int32_t, kMaxTopk>& order) {
   std::array<uint32_t, kMaxTopk> place;
   for (size_t j = 0; j < experts.size(); ++j) {
@@ -96,7 +96,7 @@ void order_by_expert(std::span<const int32_t> experts, std::array<int32_t, kMaxT
   }
 }
 
-// Some tokens in a row, and where their slots and arrivals begin.
+// Consecutive tokens, and where their slots and arrivals begin.
 struct Part {
   int64_t begin = 0;  // token
   int64_t end = 0;
@@ -105,7 +105,7 @@ struct Part {
   bool overflow = false;
 };
 
-// The loops over routes, token by token. Each keeps what fits as arrivals of `plan.sent`.
+// Loops over routes, token by token, and keeps those that fit as arrivals of `plan.sent`.
 class RoutePlacer {
  public:
   RoutePlacer(PlanData& plan, const RouteTable& routes, const GroupShape& group)
@@ -159,7 +159,7 @@ class RoutePlacer {
     return sums;
   }
 
-  // Parts of about as many tokens each. All but a lone one have to be counted.
+  // Makes parts of about as many tokens each; counts them unless there is one.
   [[nodiscard]] std::vector<Part> cut(
       size_t num_parts,
       const RankCounts& own,

@@ -59,7 +59,7 @@ struct RouteTable {
   bool has_weights = false;     // tells a rank without tokens whether the group carries weights
 };
 
-// A routing that an exchange with more room would take.
+// Error for a routing that an exchange with more room takes.
 class NoRoom final : public Error {
  public:
   explicit NoRoom(Error error) : Error(std::move(error)) {}
@@ -73,14 +73,14 @@ struct RoutingShape {
 
 // Checks what can be checked without reading the routing's memory. `limits` says how many experts,
 // tokens and choices there may be, and where the memory lies. Throws Error (kInvalidArgument),
-// NoRoom where those are too few.
+// NoRoom where these limits are too low.
 [[nodiscard]] RoutingShape check_routing(
     const Routing& routing, const ExchangeConfig& limits, const Context& context
 );
 
 // Checks everything about the caller's routing: which of the two forms, dtype, device, shape,
-// contiguity, range of every index, T <= max_tokens, topk <= max_topk, weights. Throws as the
-// former does, naming e.g. `topk_idx[17, 3]`.
+// contiguity, range of every index, T <= max_tokens, topk <= max_topk, weights. Throws as
+// check_routing(), naming e.g. `topk_idx[17, 3]`.
 [[nodiscard]] RouteTable read_routing(
     const Routing& routing,
     int num_experts,
@@ -89,15 +89,14 @@ struct RoutingShape {
     const Context& context
 );
 
-// Options that are wrong by themselves (pad_multiple < 1, a budget with kExpertStrided, ...).
-// Throws Error (kInvalidArgument).
+// Refuses options wrong by themselves (pad_multiple < 1, a budget with kExpertStrided, ...). Throws
+// Error (kInvalidArgument).
 void check_options(const PlanOptions& options, const Context& context);
 
-// Options that are not there among GPUs of several domains. Throws Error (kUnsupported).
+// Refuses options that GPUs of several domains lack. Throws Error (kUnsupported).
 void check_options_between_gpus(const PlanOptions& options, const Context& context);
 
-// Rows of a rank's output if the options suffice to know it, so that nobody has to wait for the
-// plan.
+// Returns the rows of a rank's output if the options tell, so that no rank waits for the plan.
 [[nodiscard]] std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts);
 
 // Counts that one rank tells all others before slots can be known.
@@ -175,9 +174,8 @@ struct Sharing {
   }
 };
 
-// Slots of this rank's routes and the shape of its output, from everyone's counts. `received` is
-// still empty. Throws Error for Overflow::kError, with the same text on every rank (but for the
-// speaker).
+// Finds this rank's slots and the shape of its output, from all ranks' counts. `received` stays
+// empty. Throws Error for Overflow::kError, with one text on all ranks (but for their names).
 [[nodiscard]] PlanData place_routes(
     const RouteTable& routes,
     std::span<const RankCounts> counts,  // by rank
@@ -203,7 +201,7 @@ struct ArrivalBounds {
   bool one_row;
 };
 
-// One pair's arrivals as bytes, and back. Decoding checks every bound: the bytes come from another
+// Pack a pair's arrivals, and unpack. Decoding checks every bound: the bytes come from another
 // process.
 [[nodiscard]] std::vector<std::byte> encode_records(const Arrivals& arrivals);
 [[nodiscard]] Arrivals decode_records(
@@ -215,12 +213,12 @@ struct ArrivalBounds {
 // Most bytes that encode_records can return.
 [[nodiscard]] uint64_t max_record_bytes(int64_t max_tokens, int max_topk);
 
-// Empty if executors may follow these arrivals, else what is wrong, e.g. "slot[3] = 70 is out of
-// range (num_rows = 64)".
+// Returns why executors cannot follow arrivals, e.g. "slot[3] = 70 is out of range (num_rows =
+// 64)"; empty: they can.
 [[nodiscard]] std::string arrivals_fault(const Arrivals& arrivals, const ArrivalBounds& bounds);
 
-// Records of one source for several receivers, one after the other, and back into as many; the
-// latter throws what decode_records throws.
+// Join one source's records for several receivers, and split them; the latter throws what
+// decode_records throws.
 [[nodiscard]] std::vector<std::byte> bundle_records(std::span<const std::vector<std::byte>> records
 );
 [[nodiscard]] std::vector<std::span<const std::byte>> unbundle_records(
@@ -235,7 +233,7 @@ void add_received(PlanData& plan, std::vector<Arrivals> received);
 // Fills token_begin and token_arrivals from `sent`.
 void link_tokens(PlanData& plan);
 
-// The part of a plan on a GPU, as the executor that made it knows it. Throws Error
+// Returns a plan's part on a GPU, as the executor that made it has it. Throws Error
 // (kInvalidArgument) for a plan of another executor.
 template <class MadePlan>
 [[nodiscard]] const MadePlan& device_plan_as(const PlanData& plan, const Context& context) {
@@ -246,7 +244,7 @@ template <class MadePlan>
   return *made;
 }
 
-// All ranks' plans at once, without any exchange: for files, tests and tools.
+// Makes all ranks' plans at once, without an exchange: for files, tests and tools.
 [[nodiscard]] std::vector<Plan> build_plans(
     std::span<const RouteTable> routes,  // by rank
     int num_experts,

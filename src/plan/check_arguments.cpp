@@ -13,7 +13,7 @@ namespace {
 // Slots, and indices of routes, are int32 throughout a plan.
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
-// check(), which throws NoRoom if there can be an exchange that passes it.
+// Calls check(); errors become NoRoom if an exchange can pass it.
 void check_room(bool can_be, const auto& check) {
   try {
     check();
@@ -151,7 +151,7 @@ void TensorCheck::operator()(
 
 namespace {
 
-// visit(place, expert or -1) for each index. What is neither is refused, unless it is ignored.
+// Calls visit(place, expert or -1) for each index; refuses others, unless they are ignored.
 template <class Index, class Visit>
 void for_each_index_of(
     const ConstTensor& indices,
@@ -205,7 +205,7 @@ void read_topk(
   }
 }
 
-// Set experts of one map row, ascending. Eight zero bytes are skipped at once: maps are sparse.
+// Finds set experts of a map row, ascending. Skips eight zero bytes at once: maps are sparse.
 // Returns how many there are, of which at most `room` are written.
 int64_t read_map_row(const std::byte* row, int num_experts, int32_t* out, int room) {
   int64_t found = 0;

@@ -51,8 +51,8 @@ uint32_t Domains::pair_at_forwarder(int source) const {
          static_cast<uint32_t>(place_of(rank_));
 }
 
-// The first rank of a domain forwards at least as much as each other one there. Domains are many,
-// their sizes few.
+// Counts by size for a domain's first rank, which forwards at least as much as others there:
+// domains are many, sizes few.
 uint32_t Domains::max_forwarded_pairs() const {
   std::map<size_t, size_t> num_of;  // domains by size
   for (const std::vector<int>& members : domains_) {

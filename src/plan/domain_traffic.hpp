@@ -14,15 +14,15 @@
 namespace weft {
 
 // Domains of the group, and the ranks that forward tokens between them. A token is sent to another
-// domain once, to its forwarder there (`forwarder`): the rank that has the source's place in its
-// own domain, modulo the size of that domain, which may be another. The forwarder sends it on to
-// the ranks of its domain.
+// domain once, to its forwarder there (`forwarder`): the rank with the source's place, modulo the
+// size of the forwarder's domain, which may be another. The forwarder sends it on to the ranks of
+// its domain.
 class Domains {
  public:
   // `domains` as in Topology: every rank once, ascending in each domain. Seen from `rank`.
   Domains(std::vector<std::vector<int>> domains, int rank)
       : Domains(std::move(domains), rank, [](int) { return false; }) {}
-  // Without those that are lost, as if they had never been: they are in no domain.
+  // Leaves lost ranks out, as if they had never been: they are in no domain.
   Domains(std::vector<std::vector<int>> domains, int rank, const std::function<bool(int)>& is_lost);
 
   [[nodiscard]] bool has_several() const { return domains_.size() > 1; }
@@ -40,12 +40,12 @@ class Domains {
   // The place of a rank in its domain.
   [[nodiscard]] int place_of(int rank) const { return place_of_[static_cast<size_t>(rank)]; }
 
-  // The rank that puts the rows of `source` to the ranks of `domain`: in its own domain, `source`.
+  // The rank that puts rows of `source` to ranks of `domain`: `source`, if that is its own.
   [[nodiscard]] int forwarder_into(int domain, int source) const;
   [[nodiscard]] int forwarder(int source, int to) const {
     return forwarder_into(domain_of(to), source);
   }
-  // The rank that forwards what `source` sends to this rank; -1 if nobody is between them.
+  // The rank that forwards what `source` sends to this rank; -1 if none does.
   [[nodiscard]] int between(int source) const {
     const int by = forwarder(source, rank_);
     return by == source || by == rank_ ? -1 : by;
@@ -59,7 +59,7 @@ class Domains {
   // The number of the pair (source, this rank) at the source's forwarder here: sources ascend, each
   // with all ranks of the domain.
   [[nodiscard]] uint32_t pair_at_forwarder(int source) const;
-  // Most such pairs of any rank.
+  // Most pairs that a rank forwards.
   [[nodiscard]] uint32_t max_forwarded_pairs() const;
   // Ranks of the largest domain.
   [[nodiscard]] int max_members() const;
@@ -77,7 +77,7 @@ class Domains {
 // its forwarder derive the same list.
 [[nodiscard]] std::vector<int32_t> crossing_tokens(std::span<const Arrivals* const> pairs);
 
-// Returns the same list with the way from arrivals to it and back.
+// Returns crossing_tokens() with maps from arrivals and back.
 [[nodiscard]] Crossings find_crossings(std::span<const Arrivals* const> pairs);
 
 // The source of another domain whose tokens this rank forwards.
@@ -110,7 +110,7 @@ struct DomainTraffic {
   std::vector<ForwardedSource> forwarded;  // ascending source
   std::vector<int64_t> rows_to;    // [num_ranks] of the area to each rank of the domain, else 0
   std::vector<int64_t> rows_from;  // [num_ranks] of the area from each rank of the domain, else 0
-  // [num_ranks] by source, of the pair (source, this rank) in the area of whoever puts it here.
+  // [num_ranks] by source, of the pair (source, this rank) in the area of its sender.
   std::vector<int64_t> first_row;
 
   [[nodiscard]] std::span<const TokenPart> parts_of(size_t token) const {
@@ -122,14 +122,14 @@ struct DomainTraffic {
   [[nodiscard]] const ForwardedSource* find_forwarded(int source) const;
 };
 
-// `forwarded`: by source of domains.forwarded(), then member; taken over.
+// Makes traffic of `forwarded`, by source of domains.forwarded(), then member.
 [[nodiscard]] std::shared_ptr<const DomainTraffic> make_domain_traffic(
     const PlanData& plan,
     std::shared_ptr<const Domains> domains,
     std::vector<std::vector<Arrivals>> forwarded
 );
 
-// No other domain lies between this rank and `peer`.
+// True if no domain border lies between this rank and `peer`.
 [[nodiscard]] inline bool is_near(const PlanData& plan, size_t peer) {
   return !plan.between || plan.between->domains->is_near(static_cast<int>(peer));
 }
@@ -151,8 +151,8 @@ struct DomainTraffic {
 [[nodiscard]] int64_t crossings_from(const PlanData& plan, size_t source);
 [[nodiscard]] int64_t crossings_to(const PlanData& plan, size_t peer);
 
-// Forwarders add up what their domain has of a token: with SumOrder::kTopk rows come straight from
-// their ranks.
+// True if forwarders add up a token's rows of their domain: with SumOrder::kTopk rows come straight
+// from their ranks.
 [[nodiscard]] inline bool forwards_sums(const PlanData& plan) {
   return plan.shape.options.order == SumOrder::kRank;
 }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
 
-// Counts come from other processes.
+// Checks counts: they come from other processes.
 void check_counts(std::span<const RankCounts> counts, int num_experts, const Context& context) {
   const auto is_negative = [](int32_t count) { return count < 0; };
   for (size_t rank = 0; rank < counts.size(); ++rank) {
@@ -25,7 +25,7 @@ void check_counts(std::span<const RankCounts> counts, int num_experts, const Con
   }
 }
 
-// One row per arrival.
+// Has one row per arrival.
 OutputShape rank_major_output(int64_t arrivals, int64_t budget) {
   OutputShape output = {.required_rows = arrivals, .num_rows = budget < 0 ? arrivals : budget};
   output.overflow = output.required_rows > output.num_rows;

@@ -38,8 +38,8 @@ class PairWriter {
         num_arrivals_(first_arrival),
         num_routes_(first_route) {}
 
-  // Tokens come in ascending order, the routes of a token in the order that Arrivals wants. Without
-  // branches: which route begins an arrival cannot be predicted.
+  // Adds a route: tokens ascend, a token's routes have the order of Arrivals. Has no branches:
+  // which route begins an arrival cannot be predicted.
   void add(int32_t token, const Route& route) {
     const bool is_new = token != last_token_;
     last_token_ = token;
@@ -56,7 +56,7 @@ class PairWriter {
     ++num_routes_;
   }
 
-  // Is called on the writer of the last part; `out` is what has come.
+  // Cuts `out` to what came; called on the last part's writer.
   void finish(Arrivals& out) const {
     resize(out, num_arrivals_, num_routes_, weight_ != nullptr);
     out.route_begin.back() = static_cast<int32_t>(num_routes_);

@@ -59,7 +59,7 @@ std::string_view order_name(SumOrder order) {
   return name_of(order, kNames);
 }
 
-// Weights by their bits: a NaN equals itself.
+// Compares weights by bits: a NaN equals itself.
 bool operator==(const Arrivals& a, const Arrivals& b) {
   const auto same_bits = [](float x, float y) {
     return std::bit_cast<uint32_t>(x) == std::bit_cast<uint32_t>(y);
@@ -256,7 +256,7 @@ std::vector<int64_t> Plan::routes_per_expert() const {
 
 Plan::Load Plan::load() const {
   const std::vector<int>& lost = data_->shape.lost;
-  // The most that one rank has of numbers that are laid out by rank.
+  // Returns the largest sum of one rank's numbers, laid out by rank.
   const auto most = [&](std::span<const int64_t> routes) {
     const size_t each = routes.size() / static_cast<size_t>(num_ranks());
     int64_t found = 0;

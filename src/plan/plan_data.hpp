@@ -80,7 +80,7 @@ struct PlanShape {
   friend bool operator==(const PlanShape&, const PlanShape&) = default;
 };
 
-// The expert whose rows a physical expert has, which has some.
+// Returns the expert whose rows a physical expert has; some are there.
 [[nodiscard]] inline int32_t expert_of(const PlanShape& shape, int32_t physical) {
   const int32_t replicas = shape.options.balance.replicas;
   const int32_t rank = physical / shape.num_local_experts();
@@ -98,14 +98,14 @@ struct PlanShape {
   return shape.options.order == SumOrder::kRank ||
          pair.route_begin[a + 1] - pair.route_begin[a] == shape.topk;
 }
-// Rows that it returns.
+// Rows that combine returns for arrival i.
 [[nodiscard]] inline int64_t returned_rows(
     const PlanShape& shape, const Arrivals& pair, int64_t i
 ) {
   const auto a = static_cast<size_t>(i);
   return returns_sum(shape, pair, i) ? 1 : pair.route_begin[a + 1] - pair.route_begin[a];
 }
-// A pair without any.
+// Makes a pair without arrivals.
 [[nodiscard]] inline Arrivals no_arrivals(const PlanShape& shape) {
   Arrivals none;
   none.one_row = shape.options.layout == Layout::kRankMajor;
@@ -122,9 +122,9 @@ struct DomainTraffic;  // domain_traffic.hpp
 class DevicePlan {
  public:
   virtual ~DevicePlan() = default;
-  // All of it, copied on first use. Waits for the GPU; any thread.
+  // Returns the plan, copied on first use. Waits for the GPU; any thread.
   [[nodiscard]] virtual const PlanData& on_host() const = 0;
-  // The part that PlanData::has_output_shape is about, copied likewise; perhaps more.
+  // Returns the part of PlanData::has_output_shape, copied likewise; perhaps more.
   [[nodiscard]] virtual const PlanData& shape_on_host() const = 0;
   [[nodiscard]] virtual Plan::OnDevice on_device() const = 0;
 };
@@ -176,12 +176,12 @@ struct PlanData {
 
 // Everything that a plan holds; the first call copies a GPU's plan to the host and waits for that.
 [[nodiscard]] const PlanData& contents_of(const Plan& plan);
-// The part that is known without that: the shape and num_rows.
+// The part known without a copy: the shape and num_rows.
 [[nodiscard]] const PlanData& header_of(const Plan& plan);
 
 // Rows of this rank's output that carry a token.
 [[nodiscard]] int64_t num_used_rows(const PlanData& plan);
-// visit(row, source rank, token there) for each of them.
+// Calls visit(row, source rank, token there) for each used row.
 template <class Visit>
 void for_each_row(const PlanData& plan, const Visit& visit) {
   for (size_t source = 0; source < plan.received.size(); ++source) {
@@ -194,7 +194,7 @@ void for_each_row(const PlanData& plan, const Visit& visit) {
   }
 }
 
-// visit(row, k at the source, expert on this rank) for each route that is kept.
+// Calls visit(row, k at the source, expert on this rank) for each kept route.
 template <class Visit>
 void for_each_route(const PlanData& plan, const Visit& visit) {
   for (const Arrivals& pair : plan.received) {
@@ -207,8 +207,8 @@ void for_each_route(const PlanData& plan, const Visit& visit) {
   }
 }
 
-// Several ascending lists of tokens, turned round: token t has the entries [begin[t], begin[t +
-// 1]), lists ascending, and make(list, i) is the entry of the i-th token of a list.
+// Groups ascending lists of tokens by token: token t has the entries [begin[t], begin[t + 1]),
+// lists ascending; make(list, i) is the entry of a list's i-th token.
 template <class Entry, class Make>
 void group_by_token(
     std::span<const std::span<const int32_t>> lists,

@@ -8,7 +8,7 @@
 namespace weft {
 namespace {
 
-// base^(sixteenths/16) only by square roots and products: both are exact IEEE operations, so
+// Returns base^(sixteenths/16) by square roots and products: both are exact IEEE operations, so
 // every machine gets the same bits, unlike std::pow.
 double power_of_sixteenths(double base, int64_t sixteenths) {
   double root = base;
@@ -55,7 +55,7 @@ class ExpertSource {
     return expert_[static_cast<size_t>(found - cumulative_.begin())];
   }
 
-  // An expert that is not in `taken`; after some tries the most popular free one.
+  // Draws an expert not in `taken`; after some tries the most popular free one.
   int32_t draw_other(RandomSource& random, std::span<const int32_t> taken) const {
     const auto is_free = [&](int32_t expert) {
       return std::ranges::find(taken, expert) == taken.end();

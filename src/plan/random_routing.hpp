@@ -10,7 +10,7 @@
 
 namespace weft {
 
-// The distributions of std are not the same on every platform.
+// Same on every platform, unlike the distributions of std.
 class RandomSource {
  public:
   explicit RandomSource(uint64_t seed) : state_(seed) {}
@@ -57,7 +57,7 @@ struct RandomRouting {
   uint64_t seed = 0;            // popular experts are the same on all ranks of a seed
 };
 
-// One rank's routing. Without repeat_experts, topk must not exceed num_experts.
+// Makes a rank's routing. Without repeat_experts, topk must not exceed num_experts.
 [[nodiscard]] RouteTable random_routing(const RandomRouting& spec, int rank = 0);
 
 }  // namespace weft

@@ -16,7 +16,7 @@ WEFT_HD constexpr int local_expert(int expert, int experts_per_rank) {
   return expert % experts_per_rank;
 }
 
-// Zero rows stay zero. Both are far below 2^62, so the sum cannot overflow.
+// Rounds up; zero stays zero. Both are far below 2^62, so the sum cannot overflow.
 WEFT_HD constexpr int64_t padded_count(int64_t rows, int64_t multiple) {
   return (rows + multiple - 1) / multiple * multiple;
 }
@@ -42,7 +42,7 @@ WEFT_HD constexpr int64_t block_limit(const BlockRule& rule, int64_t begin, int6
   return rule.strided ? begin + rule.stride : num_rows;
 }
 
-// Slots from `begin` that lie below `limit`, of `rows` wanted.
+// Returns how many of `rows` slots from `begin` on lie below `limit`.
 WEFT_HD constexpr int64_t rows_within(int64_t begin, int64_t rows, int64_t limit) {
   const int64_t room = limit > begin ? limit - begin : 0;
   return at_most(rows, room);

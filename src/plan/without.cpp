@@ -8,7 +8,7 @@ namespace {
 
 using Rows = std::pair<int64_t, int64_t>;
 
-// Sorted, neighbours as one.
+// Sorts ranges and joins neighbours.
 std::vector<Rows> merged(std::vector<Rows> ranges) {
   std::ranges::sort(ranges);
   std::vector<Rows> merged;

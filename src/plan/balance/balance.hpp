@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Choice of the experts that get copies on other ranks for one routing, so that all ranks have
-// about as many rows, and of the routes that go to the copies. A pure function of the counts that
-// every rank has: all ranks compute the same. routing.hpp makes a plan call do it.
+// Chooses the experts that get copies on other ranks for one routing, so that all ranks have about
+// as many rows, and the routes that go to the copies. A pure function of the counts that every rank
+// has: all ranks compute the same. routing.hpp makes a plan call do it.
 //
 // The weights of an expert lie in places: expert e always on rank e / (experts / ranks), its
 // master, and perhaps in replicas on other ranks. A *physical expert* is one such place; a rank has
@@ -23,8 +23,8 @@ namespace weft {
 
 inline constexpr int64_t kMostBlockRows = 1024;
 inline constexpr int64_t kMostReplicaRows = INT32_MAX;
-// Most turns of each expert when rows are poured on its places (spread.cpp); ranks that need more
-// are nearly even by then.
+// Most turns of each expert when its rows are spread on its places (spread.cpp); ranks that need
+// more are nearly even by then.
 inline constexpr int kMostTurns = 64;
 
 struct BalanceOptions {
@@ -33,7 +33,7 @@ struct BalanceOptions {
   std::vector<int> domain_of = {};  // [num_ranks]; empty: all ranks are in one domain
   int64_t block_rows = 1;           // see Placement; above 1 domains do not count
   int64_t replica_rows = 0;         // what a replica's weights cost, see pays_off
-  std::vector<int> lost = {};  // ranks, ascending, that take no rows; none are of their experts
+  std::vector<int> lost = {};  // ranks, ascending, that take no rows; no rows are of their experts
 };
 
 struct PhysicalExperts {
@@ -63,9 +63,9 @@ struct Placement {
   PhysicalExperts shape;
   std::vector<int32_t> expert;  // [shape.count()] that lies there, -1: none
   std::vector<int64_t> rows;    // [shape.count()] of all sources
-  // If it is above 1: an expert's rows have an order, by source, then token. Its replicas by
-  // ascending place, then its master take intervals of it, one after the other, and a replica whole
-  // blocks of so many rows.
+  // Above 1: an expert's rows have an order, by source, then token. The replicas by ascending
+  // place, then the master take intervals of that, one after the other, and a replica whole blocks
+  // of so many rows.
   int64_t block_rows = 1;
 
   [[nodiscard]] std::vector<int64_t> rows_of_ranks() const;
@@ -84,14 +84,14 @@ struct Balance {
   [[nodiscard]] std::vector<int32_t> replicas() const;
 };
 
-// `counts`: [num_ranks, num_experts] routes from a source rank to an expert. A replica has at least
-// min_rows. An expert's place gets what sources on its own rank have first, then what those of its
-// domain have. Throws Error (kInvalidArgument) for sizes and options that do not fit.
+// Balances `counts`, [num_ranks, num_experts] routes from a source rank to an expert. A replica has
+// at least min_rows. An expert's place gets rows of its own rank first, then of its domain. Throws
+// Error (kInvalidArgument) for sizes and options that do not fit.
 [[nodiscard]] Balance plan_balance(
     std::span<const int32_t> counts, int num_ranks, const BalanceOptions& options
 );
 
-// The two steps of it. `rows`: [num_experts] of all sources. No replicas if they do not pay off.
+// Steps of plan_balance(). `rows`: [num_experts] of all sources. No replicas if they do not pay.
 [[nodiscard]] Placement place_replicas(
     const std::vector<int64_t>& rows, int num_ranks, const BalanceOptions& options
 );
@@ -103,12 +103,12 @@ struct Balance {
 // than the weights cost that some rank sends or gets: replica_rows for each replica, or nothing.
 [[nodiscard]] bool pays_off(const Placement& balanced, int64_t unbalanced, int64_t replica_rows);
 
-// Every row at its expert's master. `rows`: [shape.num_experts].
+// Puts every row at its expert's master. `rows`: [shape.num_experts].
 [[nodiscard]] Placement masters_of(std::span<const int64_t> rows, const PhysicalExperts& shape);
 
-// Instead of place_replicas: `replicas`, [num_ranks, shape.replicas] as Balance::replicas, lie
-// where they are, and some may get no rows (spread.cpp). Ranks that are `lost` take none: the last
-// replica of an expert stands in for a master there. There are no rows of experts without copies
+// Stands for place_replicas where `replicas`, [num_ranks, shape.replicas] as Balance::replicas, are
+// fixed, of which some may get no rows (spread.cpp). Ranks that are `lost` take none: the last
+// replica of an expert stands in for a master there. No rows are of experts without copies
 // elsewhere.
 [[nodiscard]] Placement spread_rows(
     std::span<const int64_t> rows,
@@ -127,9 +127,9 @@ void pour_rows(Placement& placement, std::span<const int> lost = {});
     const PhysicalExperts& shape, std::span<const int32_t> replicas, std::span<const int> lost
 );
 
-// The physical expert of each route of `source` in token order: an expert's first routes go to its
-// first place until the quota is used up (see Placement::block_rows for the order of places). -1
-// stays -1. Throws Error (kInvalidArgument) for routes that were not counted.
+// Returns the physical expert of each route of `source`, by token: an expert's first routes go to
+// its first place until the quota is used up (see Placement::block_rows for the order of places).
+// -1 stays -1. Throws Error (kInvalidArgument) for routes that were not counted.
 [[nodiscard]] std::vector<int32_t> assign_routes(
     const Balance& balance, int source, std::span<const int32_t> experts
 );

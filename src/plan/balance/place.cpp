@@ -2,13 +2,13 @@
 // The search for a placement: which limit on a rank's rows can be kept?
 //
 // Given a limit, the fullest rank gives rows of its largest expert to the emptiest rank that has a
-// free place, as many as fit there, until no rank is above the limit (Attempt). That may be more
-// than it has to give: it then takes rows of others itself, so that its own places are used too.
-// search.hpp says which limits are tried. Where what comes out is far from even, rows are
-// poured once more over the places that were found (spread.cpp), as a limit that fails may be kept
-// with the places of a higher one.
+// free place, as many as fit there, until no rank is above the limit (Attempt). The fullest rank
+// may give more than it must, and then takes rows of others itself, so that its own places are used
+// too. search.hpp says which limits are tried. Where the result is far from even, rows are spread
+// once more over the places that were found (spread.cpp), as a limit that fails may be kept with
+// the places of a higher one.
 //
-// All is in whole numbers, and ties go to the lower rank or expert, so that a kernel finds the
+// All numbers are whole, and ties go to the lower rank or expert, so that a kernel finds the
 // same (cuda/plan/balance/place.cuh): each of its warps tries one limit, with a lane for a rank or
 // for an expert of the fullest rank.
 #include <algorithm>
@@ -75,7 +75,7 @@ int64_t least_rows(const Placement& placement, const BalanceOptions& options) {
   return whole_blocks(placement, options.min_rows + placement.block_rows - 1);
 }
 
-// Pours rows over the places that there are, if that is better and leaves all replicas enough.
+// Spreads rows over the given places, if that is better and leaves all replicas enough.
 void even_out(Placement& placement, const BalanceOptions& options) {
   Placement poured = placement;
   pour_rows(poured, options.lost);
@@ -105,7 +105,7 @@ class Attempt {
     }
   }
 
-  // The placement, if no rank is above the limit in it.
+  // Returns the placement, if it keeps the limit.
   [[nodiscard]] std::optional<Placement> run() {
     while (true) {
       const auto fullest = std::ranges::max_element(load_);  // the first of several
@@ -128,7 +128,7 @@ class Attempt {
     return placement_.rows[static_cast<size_t>(placement_.shape.master_of(expert))];
   }
 
-  // The expert of a rank with most rows at its master.
+  // Returns a rank's expert with most rows there.
   [[nodiscard]] int largest_expert(int rank) {
     const int num_local = placement_.shape.num_local();
     int largest = rank * num_local;

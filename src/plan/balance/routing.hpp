@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Balancing as a step of a plan call: between the counts that ranks have swapped and slots, routes
-// to experts become routes to physical experts. What follows knows only these.
+// to experts become routes to physical experts. Later steps know only these.
 //
 //   count_routes -> [counts travel] -> balance_counts -> physical_routes, physical_counts
 //   -> place_routes as in plan/build.hpp
@@ -24,9 +24,9 @@ void check_balancing(
     const Balancing& balancing, int num_ranks, int num_experts, const Context& context
 );
 
-// Returns what `balancing`, which has been checked, makes of `counts` by rank and expert.
-// `domain_of`: [num_ranks], or empty for one domain. Ranks that are `lost` take no rows; there are
-// none of experts without a copy elsewhere (see drop_routes_to).
+// Balances `counts` by rank and expert, by options that have been checked. `domain_of`:
+// [num_ranks], or empty for one domain. Ranks that are `lost` take no rows; no rows are of experts
+// without a copy elsewhere (drop_routes_to).
 [[nodiscard]] Balance balance_counts(
     std::span<const RankCounts> counts,
     const Balancing& balancing,
@@ -42,7 +42,7 @@ void check_balancing(
     std::span<const RankCounts> counts, const Balance& balance
 );
 
-// The options of a plan that has this balance.
+// Returns the options of a plan with this balance.
 [[nodiscard]] PlanOptions resolved_options(PlanOptions options, const Balance& balance);
 
 }  // namespace weft

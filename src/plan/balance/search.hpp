@@ -4,7 +4,7 @@
 // It goes in rounds of kProbes limits, of which the lowest that is kept counts; higher ones need
 // not be tried then. Mostly the ranks can be made even, so the first round begins just above the
 // mean (at the mean it would take more replicas) and goes up in steps that double. Each further
-// round divides what lies between the last limit that failed and what was kept evenly.
+// round evenly divides the gap from the last limit that failed to the one kept.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ class LimitSearch {
     return busiest <= mean_ + mean_ / kEvenness;
   }
 
-  // The limit that the `probe`-th of this round tries, ascending, and whether that is worth trying.
+  // Returns the limit of this round's `probe`-th try, ascending; tries() says if it is worth it.
   [[nodiscard]] WEFT_HD int64_t limit(int probe) const {
     if (is_first_) {
       return failed_ + (fineness_ << probe);
@@ -53,7 +53,7 @@ class LimitSearch {
     kept_ = busiest;
     is_first_ = false;
   }
-  // Ends a round of which all failed.
+  // Ends a round whose limits all failed.
   WEFT_HD void fail() {
     int probe = kProbes - 1;
     while (probe >= 0 && !tries(probe)) {

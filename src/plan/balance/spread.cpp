@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows for replicas that lie where they are, so that ranks are as even as that lets them be: where
-// somebody else decided on them, or the search of place.cpp has.
+// Spreads rows over replicas whose places are fixed, by the caller or the search of place.cpp, so
+// that ranks are as even as these allow.
 //
 // One expert at a time, all rows of an expert are poured on its places like water: to the emptiest
 // ranks, up to one level. What one expert's turn changes matters to the others', so all have turns
@@ -18,7 +18,7 @@ class Pouring {
   explicit Pouring(Placement& placement)
       : placement_(placement), load_(placement.rows_of_ranks()) {}
 
-  // All rows of the expert with these places, ascending. True if it changed anything.
+  // Pours all rows of the expert of these places, ascending. Returns whether any moved.
   bool pour(const std::vector<int32_t>& places) {
     int64_t rows = 0;
     std::vector<int64_t> before;
@@ -44,7 +44,7 @@ class Pouring {
     return load_[static_cast<size_t>(placement_.shape.rank_of(place))];
   }
 
-  // The lowest level that takes all rows, and one more for the first places of those below it.
+  // Fills places to the lowest level that takes all rows, the first ones to one row more.
   void fill(std::vector<int32_t> places, int64_t rows) {
     std::ranges::stable_sort(places, [&](int32_t a, int32_t b) { return load_of(a) < load_of(b); });
     int64_t sum = rows;
@@ -97,7 +97,7 @@ void leave_whole_blocks(Placement& placement, std::span<const int32_t> places) {
   }
 }
 
-// All rows of all experts. `places` as open_places() has them.
+// Pours all rows of all experts; `places` as of open_places().
 void pour(Placement& placement, const std::vector<std::vector<int32_t>>& places) {
   Pouring pouring(placement);
   bool has_changed = true;

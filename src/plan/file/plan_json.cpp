@@ -37,7 +37,7 @@ using Json = nlohmann::ordered_json;  // keys keep the order in which they are w
 
 // --- writing ---
 
-// The counterpart of JsonNode::floats().
+// Writes what JsonNode::floats() reads.
 Json floats_to_json(const std::vector<float>& values) {
   auto list = Json::array();
   for (const float value : values) {
@@ -50,7 +50,7 @@ Json floats_to_json(const std::vector<float>& values) {
   return list;
 }
 
-// The order of sums, replicas and lost ranks stand there if they are not the usual ones.
+// Writes the order of sums, replicas and lost ranks only if they are not the usual ones.
 Json shape_to_json(const PlanShape& shape) {
   const PlanOptions& options = shape.options;
   Json json = {
@@ -163,7 +163,7 @@ class JsonNode {
     return value_->get_ref<const std::string&>();
   }
 
-  // The enumerator of which this is the name; they count from 0.
+  // Returns the enumerator of this name; they count from 0.
   template <class Enum>
   [[nodiscard]] Enum one_of(std::span<const std::string_view> names) const {
     const auto found = std::ranges::find(names, text());
@@ -197,7 +197,7 @@ class JsonNode {
     return values;
   }
 
-  // Finite numbers, or the bits of other floats as "0x7fc00000".
+  // Reads finite numbers, or bits of other floats as "0x7fc00000".
   [[nodiscard]] std::vector<float> floats() const {
     std::vector<float> values;
     for (const JsonNode& entry : list()) {
@@ -256,7 +256,7 @@ class JsonNode {
   std::string path_;  // JSON pointer
 };
 
-// Throws Error (kFile) naming the byte where the text stops to be JSON.
+// Throws Error (kFile) naming the byte where the text stops being JSON.
 Value parse_json(std::string_view text, std::string_view file) {
   std::string what;
   const auto without_id = [](std::string_view said) {  // "[json.exception....] "
@@ -298,7 +298,7 @@ void read_balance(const JsonNode& node, PlanShape& shape) {
   }
 }
 
-// No routes go where no replica is, neither of all ranks nor of this one. Throws Error (kFile).
+// Checks that no route, of any rank, goes to a place without a replica. Throws Error (kFile).
 void check_empty_places(const JsonNode& whole, const PlanData& plan) {
   const Balancing& balance = plan.shape.options.balance;
   const PhysicalExperts shape = {
@@ -407,8 +407,8 @@ std::vector<Arrivals> arrivals_from(
   return pairs;
 }
 
-// The rows of an expert, or with one_row all rows, follow each other from source to source and from
-// token to token. `next` [local experts]: the row that comes next, -1: any.
+// Checks that the rows of an expert, or with one_row all rows, follow each other by source, then
+// token. `next` [local experts]: the row that comes next, -1: any.
 void check_rows(const JsonNode& node, const Arrivals& pair, std::span<int64_t> next) {
   for (int64_t i = 0; i < pair.size(); ++i) {
     auto route = static_cast<size_t>(pair.route_begin[static_cast<size_t>(i)]);
@@ -423,7 +423,7 @@ void check_rows(const JsonNode& node, const Arrivals& pair, std::span<int64_t> n
   }
 }
 
-// Also fills route_slot, which says again by token what `sent` says by receiver.
+// Also fills route_slot, which has by token what `sent` has by receiver.
 void check_sent(const JsonNode& node, PlanData& plan) {
   const int per_rank = plan.shape.num_local_experts();
   const std::vector<JsonNode> entries = node.list();
@@ -468,8 +468,8 @@ void check_received(const JsonNode& node, const PlanData& plan) {
   }
 }
 
-// Routes that were dropped for lack of room stand in route_expert only. This rank knows its own,
-// and those of others that it receives: no more than all ranks' routes, and without others as many.
+// Checks this rank's routes, of which those dropped are in route_expert only, with those that it
+// receives of others: no more than all ranks' routes, and without others as many.
 void check_route_counts(const JsonNode& node, const PlanData& plan) {
   const PlanShape& shape = plan.shape;
   std::vector<int64_t> known(plan.global_routes.size());
@@ -506,13 +506,13 @@ void read_routes(const JsonNode& whole, PlanData& plan) {
   plan.route_expert =
       whole["route_expert"].integers<int32_t>(num_routes, -1, plan.shape.num_experts - 1);
   check_empty_places(whole, plan);
-  // A pair has two ends: the bounds of this rank's are known, the other's are not.
+  // A pair has two ends: bounds of this rank's are known, of the other's not.
   const ArrivalBounds sent(plan.shape, plan.shape.num_tokens, kMaxInt32);
   const ArrivalBounds received(plan.shape, kMaxInt32, plan.num_rows);
   plan.sent = arrivals_from(whole["sent"], plan.shape.num_ranks, sent);
   check_sent(whole["sent"], plan);
   whole["route_slot"].must_be(plan.route_slot);
-  // Before memory for as many is taken.
+  // Checks the size before memory is taken.
   static_cast<void>(
       whole["output"]["row_experts"].list(received.one_row ? plan.num_rows * plan.shape.topk : 0)
   );
@@ -521,8 +521,8 @@ void read_routes(const JsonNode& whole, PlanData& plan) {
   check_route_counts(whole["route_expert"], plan);
 }
 
-// Everything but routes and weights follows from them and is compared, so executors may follow the
-// plan. Throws Error (kFile).
+// Reads routes and weights and compares all else, which follows, so executors may follow the plan.
+// Throws Error (kFile).
 PlanData plan_from_json(const JsonNode& whole) {
   const JsonNode format = whole["format"];
   format.require(format.text() == kPlanFormat, fmt::format("expected \"{}\"", kPlanFormat));

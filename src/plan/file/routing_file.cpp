@@ -48,7 +48,7 @@ std::string text_of(const RoutingFileShape& shape) {
   );
 }
 
-// Empty if a file may have this shape.
+// Returns why no file has this shape, or nothing.
 std::string shape_fault(const RoutingFileShape& shape) {
   const auto is_in = [](int value, int most) { return value >= 1 && value <= most; };
   if (is_in(shape.num_ranks, format::kMaxRanks) && is_in(shape.num_experts, format::kMaxExperts) &&
@@ -119,7 +119,7 @@ void RoutingFileReader::read_header() {
   end_ = sizeof(header_);
 }
 
-// Empty if a record stands at end_, whose size is then in `bytes`.
+// Returns nothing if a record is at end_; `bytes` is its size then.
 std::string RoutingFileReader::record_fault(uint64_t& bytes) {
   const uint64_t left = file_bytes_ - end_;
   const uint64_t least = format::record_bytes(header_, 0);
@@ -194,7 +194,7 @@ std::vector<std::byte> RoutingFileReader::read_bytes(int64_t record) {
   return bytes;
 }
 
-// `at` is the place of the first index in the file.
+// Checks a table whose first index is at byte `at`.
 void RoutingFileReader::check_indices(const RouteTable& table, uint64_t at) const {
   for (size_t i = 0; i < table.expert.size(); ++i) {
     if (table.expert[i] < -1 || table.expert[i] >= shape_.num_experts) {

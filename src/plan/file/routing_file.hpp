@@ -72,7 +72,7 @@ struct RecordHeader {
 static_assert(sizeof(RecordHeader) == 32);
 inline constexpr uint64_t kChecksumEnd = 8;  // where the checked bytes of a record begin
 
-// Then u64 num_tokens[num_ranks], then each rank's indices [num_tokens, topk].
+// Behind RecordHeader: u64 num_tokens[num_ranks], each rank's indices [num_tokens, topk].
 constexpr uint64_t record_bytes(const Header& header, uint64_t num_tokens) {
   return sizeof(RecordHeader) + uint64_t{header.num_ranks} * sizeof(uint64_t) +
          num_tokens * header.topk * header.index_bytes;
@@ -103,7 +103,7 @@ class RoutingFileWriter {
   };
   RoutingFileWriter(std::string path, const RoutingFileShape& shape, Mode mode = Mode::kNew);
 
-  // `routes` by rank, each of the file's topk.
+  // Appends `routes` by rank, of the file's topk.
   void append(int64_t step, int layer, std::span<const RouteTable> routes);
 
  private:

@@ -81,7 +81,7 @@ PlanShape shape_of(const Problem& problem, int rank, int64_t budget) {
 
 // --- which route gets which slot ---
 
-// One row for each (source, token).
+// Numbers one row for each (source, token).
 void number_arrivals(Problem& problem, PlanData& plan, int64_t budget) {
   std::set<std::pair<int, int32_t>> arrivals;
   const auto is_here = [&](const Route& r) { return problem.target(r) == plan.shape.rank; };
@@ -112,7 +112,7 @@ void number_arrivals(Problem& problem, PlanData& plan, int64_t budget) {
   plan.padded_rows_per_expert = plan.rows_per_expert;
 }
 
-// One block for each expert, its routes by source, token and k.
+// Numbers one block for each expert, its routes by source, token and k.
 void number_experts(Problem& problem, PlanData& plan, int64_t budget) {
   const int first = plan.shape.rank * problem.experts_per_rank;
   const auto padded_rows = [&](int expert) {
@@ -153,7 +153,7 @@ void number_experts(Problem& problem, PlanData& plan, int64_t budget) {
 
 // --- plans from numbered routes ---
 
-// The kept routes of one pair, in (token, slot, k) order.
+// Returns the kept routes of a pair, in (token, slot, k) order.
 Arrivals pair_arrivals(const Problem& problem, int source, int target) {
   const auto& all = problem.routes;
   const auto begin = std::ranges::lower_bound(all, source, {}, &Route::source);
@@ -209,7 +209,7 @@ void fill_source(const Problem& problem, PlanData& plan) {
   plan.token_begin.push_back(static_cast<int32_t>(plan.token_arrivals.size()));
 }
 
-// Plans for routes to physical experts, or for any routes where there are no replicas.
+// Makes plans of routes to physical experts, or of any routes without replicas.
 std::vector<PlanData> plans_of_physical(
     std::span<const RouteTable> routes,
     int num_experts,

@@ -11,8 +11,8 @@
 namespace weft {
 
 // Drops what does not fit, whatever options.overflow says. Replicas are those of plan_balance or
-// options.balance, on ranks that are not lost; no route is to an expert without a copy on these,
-// and lost ranks have none. Throws nothing: the caller has checked.
+// options.balance, on ranks that are not lost; no route is to an expert without a copy there, and
+// lost ranks have no routes. Throws nothing: the caller has checked.
 [[nodiscard]] std::vector<PlanData> reference_plans(
     std::span<const RouteTable> routes,  // by rank
     int num_experts,
