@@ -11,7 +11,7 @@
 
 namespace weft {
 
-// Names any number, as a peer's word may hold one.
+// Names any number, as a peer's word may hold any.
 [[nodiscard]] constexpr std::string_view op_name(Op op) {
   constexpr std::string_view kNames[] = {
       "call", "plan", "dispatch", "combine", "plan and dispatch"};
@@ -21,7 +21,7 @@ namespace weft {
 
 // Place where a source writes an arrival's row: the receiver chooses, the sources follow.
 enum class Place : uint32_t {
-  kStaging,      // row i of the receiver's staging, of arrival i; the receiver copies it on
+  kStaging,      // row i of the receiver's staging, of arrival i; copied there to every slot
   kPrimarySlot,  // the arrival's first slot in the output; the receiver copies it to the others
   kEverySlot,    // CPU: a source's store costs no more than the receiver's own
   kEager,        // GPU, before slots are known: the token's place among the receiver's eager rows

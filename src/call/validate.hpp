@@ -19,8 +19,8 @@ void check_masked(std::span<const int> ranks, const Context& context);
 // Throws Error (kUnsupported) for an Exchange::grow() that cannot be.
 [[noreturn]] void refuse_to_grow(const ExchangeConfig& config, const Context& context);
 
-// Collective. Throws on all ranks if one has a wrong or another config. `more_checks` may throw
-// what only the chosen executor knows.
+// Collective. Throws on all ranks if a config is wrong, or different on one. `more_checks` may
+// throw what only the chosen executor knows.
 void agree_on_config(
     const Group& group, const ExchangeConfig& config, const std::function<void()>& more_checks = {}
 );
