@@ -19,13 +19,13 @@
 namespace weft {
 namespace {
 
-// Most connections, at a time, that have not proven the token; the number of ranks, if larger.
+// So many connections, or one for each rank if more, may be there without a proof of the token.
 constexpr size_t kMostGuests = 64;
-// Rank of who is none, and asks who there is.
+// Stands for the rank of a new process that only asks who there is.
 constexpr int kAsker = -1;
-// How often a connection is tried that has failed, at most.
+// A connection that failed is tried again this often, at most.
 constexpr auto kTryEvery = std::chrono::seconds(1);
-// Bytes that wait for a rank that is no member any more, and may be stopped.
+// Above so many unsent bytes, a rank that is no member any more gets no further messages.
 constexpr size_t kMostUnsent = 1 << 20;
 
 std::string own_address(const Group& group) {
@@ -41,7 +41,7 @@ std::string own_address(const Group& group) {
   return local_address(wanted);
 }
 
-// Also of a card that came over a network.
+// Returns a card's address, even if the card came over a network and lacks the final zero.
 std::string address_of(const Links::Card& card) {
   return {card.address.data(), ::strnlen(card.address.data(), card.address.size())};
 }
@@ -57,7 +57,7 @@ Endpoint endpoint_of(const std::string& address, int port, const Context& contex
   return resolve(address, port, context).front();
 }
 
-// An empty one is of nobody.
+// An empty card names no place.
 bool is_given(const Links::Card& card) {
   return card.port != 0;
 }
@@ -211,7 +211,7 @@ Bytes Links::ask(
   }
 }
 
-// Threads of this process end with it.
+// Watches another process of this host; threads of this process end with it.
 void Links::watch(Link& link) const {
   const ProcessPlace here = this_place();
   if (!link.card.place.shares_pids(here) || link.card.place.pid == here.pid) {
@@ -233,7 +233,7 @@ std::vector<Links::Card> Links::cards() const {
 void Links::take(int rank, uint64_t life, bool connects) {
   Link& link = links_[static_cast<size_t>(rank)];
   Link& next = next_[static_cast<size_t>(rank)];
-  if (life < link.life && !next.line.socket.is_open()) {  // it is let in later than it seemed
+  if (life < link.life && !next.line.socket.is_open()) {  // `link` is let in later than it seemed
     next = std::exchange(link, {});
   }
   if (link.line.socket.is_open()) {
@@ -272,7 +272,7 @@ void Links::try_to_connect(Link& link, std::chrono::milliseconds patience) const
           Claim{.rank = context_.rank, .num_ranks = context_.num_ranks},
           Deadline(patience)
       );
-    } catch (const Error&) {  // the card of nobody
+    } catch (const Error&) {  // it is no address
       return;
     }
   }
@@ -411,7 +411,7 @@ void Links::queue(Link& link, FrameKind kind, std::span<const std::byte> payload
   }
 }
 
-// Its end is found by who reads.
+// Sends what the connection takes; its end is found by read_line().
 void Links::push(Link& link) {
   size_t done = 0;
   while (link.line.socket.is_open() && done < link.unsent.size()) {
@@ -508,7 +508,7 @@ void Links::read(int rank, Link& link, const Events& events) {
 
 void Links::read_line(int rank, Link& link, Line& line, const Events& events) {
   for (const uint64_t life = link.life; link.life == life && line.socket.is_open();) {
-    errno = 0;  // which a side that has closed leaves as it is
+    errno = 0;  // a side that has closed leaves it so
     const IoState state = line.reader.read_some(line.socket);
     if (state == IoState::kClosed) {
       const bool is_end = errno == 0 || errno == ECONNRESET || errno == EPIPE;
@@ -525,7 +525,7 @@ void Links::read_line(int rank, Link& link, Line& line, const Events& events) {
     }
     link.is_known = true;
     const Frame frame = line.reader.take();
-    events.on_frame(rank, life, frame);  // which may take the next life in
+    events.on_frame(rank, life, frame);  // it may call take(), which changes the life
   }
 }
 

@@ -45,7 +45,7 @@ constexpr uint64_t next_life(uint64_t life, uint32_t random) {
   return ((turn_of(life) + 1) << 32) | random;
 }
 
-// One thread at a time, but for wake().
+// Used by one thread at a time, but for wake().
 class Links {
  public:
   using Token = std::array<uint64_t, 4>;  // which all ranks of these links know
@@ -57,12 +57,12 @@ class Links {
     ProcessPlace place;
   };
 
-  // Collective. Over 127.0.0.1 or, if the ranks are on several hosts, the network that
+  // Collective. Connects over 127.0.0.1 or, if the ranks are on several hosts, the network that
   // WEFT_FABRIC_ADDRESS names. Throws the same Error on every rank.
   Links(const Group& group, std::chrono::milliseconds timeout);
-  // Links of the next life of a rank, with no connection yet. Throws Error (kNotAvailable).
+  // Makes links of the next life of a rank, not connected yet. Throws Error (kNotAvailable).
   Links(const Group& group, const Token& token);
-  // This rank, of such links, begins its life beside those that are left.
+  // Begins the next life: connects to `ranks`, which are left. `lives`, `cards`: by rank, of all.
   void join(
       uint64_t life,
       std::span<const int> ranks,
@@ -80,46 +80,46 @@ class Links {
   void send(int rank, FrameKind kind, std::span<const std::byte> payload);
   // Sends to the next life of a rank, if it has come.
   void send_next(int rank, FrameKind kind, std::span<const std::byte> payload);
-  // Something has not gone yet, or is not known to have come to the other host. What has is read
-  // there although this process ends.
+  // Bytes are unsent, or the other host has not acknowledged them. What it has acknowledged is
+  // read there even if this process ends.
   [[nodiscard]] bool has_unsent() const;
   // The process has ended, as far as this host or the connection knows.
   [[nodiscard]] bool has_ended(int rank) const;
-  // There is a connection; one is yet to come.
+  // There is a connection to the rank; or one is yet to come.
   [[nodiscard]] bool is_open(int rank) const;
   [[nodiscard]] bool is_awaited(int rank) const;
   // This next life of a rank has come, and has not ended.
   [[nodiscard]] bool has_next(int rank, uint64_t life) const;
 
-  // The rank is in this life now. If there is no connection yet, this rank `connects` once it has
-  // learned where, or the other one will; both may.
+  // Makes `life` the rank's life from now on. If it has no connection yet, this rank `connects`
+  // once it has learned where, or the other one will; both may.
   void take(int rank, uint64_t life, bool connects);
-  // Takes in what another rank knows, by rank: the lives and where they can be reached; an empty
-  // card: it does not know.
+  // Takes in the lives that another rank knows, and where they can be reached, by rank. An empty
+  // card: unknown.
   void learn(std::span<const uint64_t> lives, std::span<const Card> cards);
-  // The rank is no member: it hears what goes by the connection that it has, and is not waited for.
+  // Notes that the rank is no member: an open connection stays, but none is waited for.
   void dismiss(int rank);
 
   // Ends all connections: the others take this rank for dead, and nothing is sent any more.
   void close();
 
-  // For poll(), while other threads may send: when something comes, or can go that has not yet.
+  // Returns what to poll() for: bytes that come, room for unsent ones. Other threads may send then.
   [[nodiscard]] std::vector<pollfd> wanted() const;
   // Ends a poll() by `wanted()`. Any thread.
   void wake() const;
   struct Events {
     // Takes a frame that has come from `rank`, in this life of it.
     std::function<void(int rank, uint64_t life, const Frame& frame)> on_frame;
-    // A new process asks who there is: what it gets.
+    // Returns the answer to a new process that asks who there is.
     std::function<Bytes()> on_question;
   };
-  // Sends what has not gone, lets in who comes, and tells what has come.
+  // Sends what is unsent, accepts connections, and hands the frames that have come to `events`.
   void move(const Events& events);
 
   // How often a new process asks again.
   static constexpr std::chrono::milliseconds kAskEvery{20};
-  // Returns the answer of a rank of such links to a new process. Throws Error: kNotAvailable if
-  // there is none, kTimeout if it says nothing.
+  // Asks the rank at this address, for a new process, who there is, and returns the answer. Throws
+  // Error: kNotAvailable if no rank is there, kTimeout if it does not answer.
   [[nodiscard]] static Bytes ask(
       const std::string& address,
       int port,
@@ -142,7 +142,7 @@ class Links {
     std::string problem;         // for which no connection was made at the last attempt
     Bytes unsent;
     ProcessWatch watch;       // of a process that this host can watch
-    bool is_awaited = false;  // it has not been there yet
+    bool is_awaited = false;  // its connection is yet to come
     bool connects = false;    // this rank does, once it knows the card
     Clock::time_point next_try = {};
     bool is_known = false;         // the other side has taken the connection for that of a rank
@@ -167,9 +167,9 @@ class Links {
   void open_listener(const Group& group);
   void connect_all(const Group& group, std::span<const Bytes> cards, const Deadline& deadline);
   void watch(Link& link) const;
-  // Goes on with an attempt, or begins one if it is time for that.
+  // Goes on with an attempt to connect, or begins one if it is time to.
   void try_to_connect(Link& link, std::chrono::milliseconds patience = kHandshakeTime) const;
-  // Hears who has proven the token: it is a rank, or it asks.
+  // Accepts who has proven the token: a rank, or a new process that asks.
   void let_in(const Events& events);
   void answer(Socket socket, const Events& events);
   // Gives an arrival its place once what it has said is whole.
@@ -187,9 +187,9 @@ class Links {
   Descriptor event_;
   std::vector<Link> links_;  // by rank; this rank's own stays closed
   std::vector<Link> next_;   // by rank, of next lives
-  std::vector<Link> past_;   // of lives that others have followed, until they end: if one was only
-                             // out of reach, it shall hear of that, and not take them for dead;
-                             // and of who has asked, until it has its answer
+  std::vector<Link> past_;   // to earlier lives, until these end: one that was only out of reach is
+                             // to hear that it was followed, and not to take the others for dead;
+                             // and to processes that have asked, until they have their answer
   std::vector<Arrival> arrivals_;
 };
 

@@ -16,7 +16,7 @@ namespace {
 // Time that the higher of two ranks that do not hear of each other lets the lower one say so first,
 // so that they do not leave each other out.
 constexpr auto kYield = std::chrono::milliseconds(250);
-// How often a rank that waits says that it does, at most.
+// A waiting rank sends a beat this often, at most.
 constexpr auto kBeatEvery = std::chrono::milliseconds(100);
 constexpr auto kClosePatience = std::chrono::seconds(1);
 // Frames that a new process may send before a rank has heard that it is let in.
@@ -183,7 +183,7 @@ void MessageRoll::listen() {
   }
 }
 
-// A rank that is let in may say something before this one has heard that it is.
+// Keeps the frames of a later life: it may send some before this rank hears that it is let in.
 void MessageRoll::hear(int rank, uint64_t life, const Frame& frame) {
   Peer& one = peer(rank);
   const uint64_t now = lives_[static_cast<size_t>(rank)];
@@ -243,7 +243,7 @@ void MessageRoll::hear_member(int rank, const Frame& frame) {
     case FrameKind::kMail: {
       std::map<MailNumber, Bytes>& mail = peer(rank).mail;
       mail[{number->epoch, number->of}] = Bytes(rest.begin(), rest.end());
-      // The one before may not have been read yet.
+      // The round before may not have been read yet.
       const uint64_t first = std::max<uint64_t>(number->of, 1) - 1;
       mail.erase(mail.begin(), mail.lower_bound({number->epoch, first}));
       return;
@@ -273,7 +273,7 @@ void MessageRoll::tell_beats() {
   }
 }
 
-// New processes hear of all, too: they may be members by then.
+// Sends to new processes, too: they may be members by then.
 void MessageRoll::tell_all(FrameKind kind, std::span<const std::byte> payload) {
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
     if (rank != context_.rank) {
@@ -421,7 +421,7 @@ bool MessageRoll::commits(const Members& with, uint64_t call) {
   if (committed() != call) {
     return false;
   }
-  // It did not end in a later epoch with this rank as a member: that needed its arrival there.
+  // The call did not end in a later epoch with this rank: that needed its arrival there.
   return epoch() == with.epoch || is_in(members());
 }
 

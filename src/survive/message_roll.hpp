@@ -27,8 +27,8 @@ class MessageRoll final : public Roll {
  public:
   // Collective. Throws the same Error on every rank if they cannot connect.
   MessageRoll(const Group& group, std::chrono::milliseconds timeout);
-  // Roll of a rank that joins again: it is none of the members until they take it in. Throws Error
-  // (kNotAvailable, kTimeout) if no rank answers, or the others still have the one before it.
+  // Makes the roll of a rank that joins again, no member until the members take it in. Throws Error
+  // (kNotAvailable, kTimeout) if no rank answers, or its earlier life is still a member.
   MessageRoll(const Group& group, const Invitation& invitation, std::chrono::milliseconds timeout);
   ~MessageRoll() override;
   MessageRoll(const MessageRoll&) = delete;
@@ -60,7 +60,7 @@ class MessageRoll final : public Roll {
   [[nodiscard]] std::optional<Bytes> mail(int rank, uint64_t epoch, uint64_t round) const override;
 
   void invite(Invitation& invitation) const override;
-  void be_next(const Members& /*members*/) override {}  // it is from the beginning
+  void be_next(const Members& /*members*/) override {}  // this roll is so from the beginning
   void ask(bool is_asking) override;
   [[nodiscard]] bool is_turned_away() const override;
   [[nodiscard]] bool asks(int rank) const override;
@@ -72,9 +72,9 @@ class MessageRoll final : public Roll {
     uint64_t beats = 0;
     bool has_left = false;
     bool has_died = false;                          // as another rank has proven
-    std::optional<Clock::time_point> silent_since;  // that it was proposed to go on without it
+    std::optional<Clock::time_point> silent_since;  // since this rank proposed to go on without it
     std::map<MailNumber, Bytes> mail;
-    // Later life in its place, which wants to be taken in, and what it has said before it was.
+    // A later life in the rank's place that wants to be taken in, and its frames until it is.
     uint64_t next_life = 0;
     bool next_asks = false;
     std::vector<Frame> next_frames;
@@ -92,15 +92,15 @@ class MessageRoll final : public Roll {
       const Group& group, const Invitation& invitation, std::chrono::milliseconds timeout
   );
 
-  // The thread of this rank's links.
+  // Runs the thread of this rank's links.
   void run();
   void listen();
-  // Throws Error if that has failed.
+  // Throws Error if that thread has failed.
   void check_listens() const;
   void hear(int rank, uint64_t life, const Frame& frame);
   void hear_member(int rank, const Frame& frame);
   void tell_beats();
-  // All by mutex_ from here on.
+  // All from here on is called with mutex_ held.
   [[nodiscard]] Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
   [[nodiscard]] const Peer& peer(int rank) const { return peers_[static_cast<size_t>(rank)]; }
   [[nodiscard]] bool has_ended_here(int rank) const;
@@ -108,8 +108,8 @@ class MessageRoll final : public Roll {
   [[nodiscard]] uint64_t set() const;
   void tell_all(FrameKind kind, std::span<const std::byte> payload);
   void tell(const Ballots::News& news);
-  // Meets members in a new life, and dismisses ranks that are no members. Returns what they have
-  // said before that.
+  // Takes over the members' new lives, and dismisses ranks that are no members. Returns the frames
+  // that the new lives have sent before.
   [[nodiscard]] std::vector<Said> take_lives();
   [[nodiscard]] std::vector<Frame> take_life(int rank, uint64_t life);
   // Returns what has been agreed on, and where all ranks can be reached.

@@ -15,7 +15,7 @@ void append(Bytes& bytes, std::span<const std::byte> more) {
   std::ranges::copy(more, bytes.begin() + static_cast<ptrdiff_t>(begin));
 }
 
-// Returns as many whole values as there are.
+// Returns the whole values in `bytes`.
 template <class T>
 std::vector<T> values_of(std::span<const std::byte> bytes) {
   std::vector<T> values(bytes.size() / sizeof(T));

@@ -36,7 +36,7 @@ struct Welcome {
 };
 
 [[nodiscard]] Bytes encode(const Number& number, std::span<const std::byte> rest);
-// `set`: of the members that the vote is to end.
+// `set` is number_of() the members that the vote is to replace.
 [[nodiscard]] Bytes encode(const Vote& vote, uint64_t set);
 [[nodiscard]] Bytes encode(const Welcome& welcome);
 

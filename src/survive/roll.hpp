@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Roll of ranks: what they know of each other's life, and by which they agree on who is a member,
-// and at the end of each call that all members have what they need, without any rank that the
-// others would depend on:
+// A roll holds what ranks know of each other's lives. By it they agree on who is a member and, at
+// the end of each call, that all members have what they need, and depend on no single rank:
 //
 //   arrive    I have all that I need of call n, and have given all that others need. Once all
 //             members say so the call is over, and may return on all.
 //   propose   A member is gone. Once there are other members the call before can no longer end
 //             with the one that is gone, if it has not yet.
 //
-// So a call ends with the same members on all ranks, whoever dies meanwhile. Ranks of one host
+// So a call ends with the same members on all ranks, whatever rank dies. Ranks of one host
 // agree by memory that all of them map (shared_roll.hpp), those of several by messages
 // (message_roll.hpp).
 //
@@ -48,10 +47,10 @@ class Roll {
 
   // --- any thread ---
   [[nodiscard]] virtual uint64_t epoch() const = 0;
-  // A moment's work of this rank, by which others see that it is not stopped.
+  // Counts one beat of this rank, by which others see that it is not stopped.
   virtual void beat() = 0;
   [[nodiscard]] virtual uint64_t beats(int rank) const = 0;
-  // Its process has ended, or it has left.
+  // The rank's process has ended, or the rank has left.
   [[nodiscard]] virtual bool has_ended(int rank) const = 0;
   [[nodiscard]] virtual bool has_left(int rank) const = 0;
   // A number that moves whenever something changes; sleep() ends when it differs from `seen`.
@@ -60,17 +59,17 @@ class Roll {
 
   // --- this rank's thread ---
   [[nodiscard]] virtual Members members() const = 0;
-  // This rank is one of them: by this life of its place.
+  // This rank is a member, in this life of its place.
   [[nodiscard]] virtual bool is_in(const Members& members) const = 0;
   // Makes questions about a rank mean its life among these from now on.
   virtual void follow(const Members& members) = 0;
   // The last call that is over for all members.
   [[nodiscard]] virtual uint64_t committed() const = 0;
   virtual void leave() = 0;
-  // This rank has all that it needs of the call. Calls are numbered from 1.
+  // Tells that this rank has all that it needs of the call. Calls are numbered from 1.
   virtual void arrive(const Members& with, uint64_t call) = 0;
   [[nodiscard]] virtual bool has_arrived(int rank, const Members& with, uint64_t call) const = 0;
-  // Returns whether others wait for something of it: its arrival, or that it agrees to a proposal.
+  // Returns whether the rank owes something: its arrival, or its agreement to a proposal.
   [[nodiscard]] virtual bool is_awaited(int rank, const Members& with, uint64_t call) const {
     return !has_arrived(rank, with, call);
   }
@@ -80,8 +79,8 @@ class Roll {
   // that takes a moment: until then it is to be called again.
   virtual void propose(const Members& instead_of, uint64_t call, std::span<const int> ranks) = 0;
 
-  // A block for all members of an epoch, and a member's; nothing: it is not there yet. Rounds count
-  // from 0; a block stays until its rank posts the round but one.
+  // Posts a block for all members of an epoch; mail() returns a member's, or nothing if it is yet
+  // to come. Rounds count from 0; a block stays until its rank posts that of two rounds later.
   virtual void post(uint64_t epoch, uint64_t round, std::span<const std::byte> block) = 0;
   [[nodiscard]] virtual std::optional<Bytes> mail(int rank, uint64_t epoch, uint64_t round)
       const = 0;
@@ -89,13 +88,13 @@ class Roll {
   // --- joining again ---
   // Tells a new process how it reaches the members.
   virtual void invite(Invitation& invitation) const = 0;
-  // This rank joins again, as the next life of its place; none of the members has that yet.
+  // Makes this rank, which joins again, the next life of its place after that in `members`.
   virtual void be_next(const Members& members) = 0;
-  // It wants to be taken in, or does no longer.
+  // Tells the members that this rank wants to be taken in, or no longer does.
   virtual void ask(bool is_asking) = 0;
-  // Once it has asked: no rank hears of that, as another process has the place.
+  // After ask(true): no rank hears this one, as another process has its place.
   [[nodiscard]] virtual bool is_turned_away() const = 0;
-  // The next life of a lost rank does, by a process that lives.
+  // The next life of a lost rank asks to be taken in, and its process lives.
   [[nodiscard]] virtual bool asks(int rank) const = 0;
 };
 

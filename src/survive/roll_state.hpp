@@ -35,7 +35,7 @@ struct RollState {
     return epoch << kCallBits | counted(call);
   }
 
-  // Others are members, as this seat proposes. Throws Error (kUnsupported) after kMaxEpoch changes.
+  // Takes the members that `seat` proposes. Throws Error (kUnsupported) after kMaxEpoch changes.
   void change(size_t seat, const Context& context) {
     WEFT_CHECK(
         context,
@@ -66,7 +66,7 @@ struct RollHolder {
         pid(bits & ((uint64_t{1} << kPidBits) - 1)) {}
   // Never 0.
   [[nodiscard]] uint64_t bits() const { return (life << kTurnBits | turn) << kPidBits | pid; }
-  // The one who takes the line from this one.
+  // Returns the holder that takes the line from this one.
   [[nodiscard]] RollHolder next(uint64_t of_life, uint64_t by_pid) const {
     RollHolder next;
     next.life = of_life;

@@ -18,7 +18,7 @@ namespace {
 constexpr uint64_t kStateBytes = 64;
 const uint64_t kBellBytes = (SignalBlock::num_bytes(0) + 63) / 64 * 64;
 
-// A thread of this process is watched by what sees nothing.
+// Returns a watch of a process; for this one, a watch that sees nothing.
 ProcessWatch watch_of(uint64_t pid) {
   return pid == static_cast<uint64_t>(::getpid()) ? ProcessWatch()
                                                   : ProcessWatch(static_cast<int32_t>(pid));
@@ -101,7 +101,7 @@ bool SharedRoll::is_in(const Members& members) const {
   return members.has(rank_) && members.lives[static_cast<size_t>(rank_)] == life_ && has_line();
 }
 
-// Only from the lives before, or from who has ended or left before it was a member.
+// Takes it only from earlier lives, or a process that ended or left before it was a member.
 bool SharedRoll::take_line() {
   uint64_t seen = read(own_line().holder);
   const RollHolder before(seen);
@@ -119,8 +119,8 @@ bool SharedRoll::is_there(Line& line, uint64_t holder) {
   return read(line.has_left) != holder && watch_of(RollHolder(holder).pid).is_alive();
 }
 
-// Asks to be taken in, in a line cleared of what others have left there. If the one before it was
-// let in, then that is seen now, or the others see that this one has the line.
+// Asks to be taken in, in a line cleared of what others have left there. If the process that had
+// the line was let in, this rank sees that now, or the others see that this one has the line.
 void SharedRoll::ask(bool is_asking) {
   if (!is_asking) {
     if (has_line()) {
@@ -195,7 +195,7 @@ bool SharedRoll::has_left(int rank) const {
          holder == read(of.holder);
 }
 
-// A slot is written again two epochs later, so the epoch is looked at once more after it was read.
+// A proposal is overwritten two epochs later, so the epoch is read once more after it.
 Roll::Members SharedRoll::members() const {
   for (;;) {
     const RollState now(read(*state_));
@@ -241,7 +241,7 @@ bool SharedRoll::commits(const Members& with, uint64_t call) {
   uint64_t seen = read(*state_);
   RollState next(seen);
   if (next.committed == RollState::counted(call)) {
-    // It did not end in a later epoch with this rank as a member: that needed its arrival there.
+    // The call did not end in a later epoch with this rank: that needed its arrival there.
     return next.epoch == with.epoch || is_in(members());
   }
   const auto is_here = [&](int rank) { return has_arrived(rank, with, call); };

@@ -4,16 +4,16 @@
 // One word decides: (epoch, who proposed it, the last call that is committed), changed by
 // compare-and-swap only. The members of an epoch are what its proposer left in its line before.
 //
-//   arrive    My line says so. Whoever sees that the lines of all members do swaps (e, p, n - 1)
+//   arrive    My line says so. A rank that sees that all members' lines do swaps (e, p, n - 1)
 //             for (e, p, n).
 //   propose   A member is gone before it arrived: (e, p, n - 1) becomes (e + 1, me, n - 1). Now
-//             nobody can commit n with the lost one, and nobody has.
+//             no rank can commit n with the lost one, and none has.
 //
-// Lives that follow each other in a place have lines of their own, so that one that was given up
-// and goes on changes nothing that the next one says, and sees that it is none of the members. The
-// next but one has its line, and it writes nothing there any more. Of processes that want the same
-// life one takes the line, by compare-and-swap; another can once that one has ended or left without
-// having been a member. tests/model/roll.pml is the model of all this but the taking of lines.
+// Lives that follow each other in a place have lines of their own, so that a life that was given up
+// and goes on changes nothing that the next one says, and sees that it is no member. The life after
+// the next takes over its line, and it writes nothing there any more. Of processes that want the
+// same life one takes the line, by compare-and-swap; another can once that one has ended or left
+// before it was a member. tests/model/roll.pml is the model of all this but the taking of lines.
 #pragma once
 
 #include <atomic>
@@ -87,13 +87,13 @@ class SharedRoll final : public Roll {
     alignas(64) uint64_t arrived;
     alignas(64) uint64_t beats;
     alignas(64) uint64_t holder;  // RollHolder; 0: the line was never taken
-    uint64_t has_left;            // the holder that has, 0: none
-    uint64_t asks;                // likewise
+    uint64_t has_left;            // the holder that has left, 0: none
+    uint64_t asks;                // the holder that asks, 0: none
     Mail mail[2];
     // Behind it: proposals [2][num_ranks], of each rank 2 * life + (1 if it is a member).
   };
 
-  // All in one order for all ranks: of two that arrive at the same time, one sees the other.
+  // All ranks see these accesses in one order: of two that arrive at once, one sees the other.
   [[nodiscard]] static uint64_t read(uint64_t& word) {
     return Word(word).load(std::memory_order_seq_cst);
   }
@@ -103,7 +103,7 @@ class SharedRoll final : public Roll {
   [[nodiscard]] static bool swap(uint64_t& word, uint64_t& seen, uint64_t next) {
     return Word(word).compare_exchange_strong(seen, next, std::memory_order_seq_cst);
   }
-  // Lines in turn for the lives of a rank.
+  // Returns the number of a line; the lives of a rank have its two lines in turn.
   [[nodiscard]] size_t seat(int rank, uint64_t life) const {
     return life % 2 * static_cast<size_t>(num_ranks_) + static_cast<size_t>(rank);
   }
@@ -112,11 +112,11 @@ class SharedRoll final : public Roll {
     return line(seat(rank, lives_[static_cast<size_t>(rank)]));
   }
   [[nodiscard]] Line& own_line() const { return line(seat(rank_, life_)); }
-  // It is this roll's still: no other has taken it, nor was this process forked.
+  // This roll still has its line: no other has taken it, nor is this a forked process.
   [[nodiscard]] bool has_line() const;
-  // False: it is another's.
+  // Takes this life's line; false: another process has it.
   [[nodiscard]] bool take_line();
-  // It has not left, and its process is not known to have ended.
+  // The holder has not left, and its process is not known to have ended.
   [[nodiscard]] static bool is_there(Line& line, uint64_t holder);
   // A process of this rank's life, or of a later one, has been a member.
   [[nodiscard]] bool is_past(const Members& members) const;

@@ -21,8 +21,8 @@ namespace {
 constexpr int kPolls = 256;  // before the thread sleeps
 // How often a waiting rank looks at the others.
 constexpr auto kLookEvery = std::chrono::milliseconds(25);
-// A loss may be seen this long after what it has caused: for the memory of a process that dies,
-// which is out of reach before its end can be seen, as long as a busy host needs to end it.
+// A loss may be seen this long after its effects: the memory of a process that dies is out of reach
+// before its end can be seen, for as long as a busy host needs to end it.
 constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(1);
 
 bool share_memory(const Context& context) {
@@ -366,7 +366,7 @@ void Survival::give_up(std::span<const int> ranks) {
     );
   }
   const auto is_out = [&](int rank) { return std::ranges::find(ranks, rank) != ranks.end(); };
-  // Until they are none: others may give up ranks at the same time, and this rank before.
+  // Repeats until none is a member: others may give up ranks at the same time, or this one before.
   const Vigil wait = begin_wait();
   for (;;) {
     const uint32_t doorbell = roll_->doorbell();

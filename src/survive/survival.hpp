@@ -31,23 +31,23 @@ class Survival {
   // --- any thread, while a call waits ---
   // Tells the others that this rank is not stopped. Throws PeerError if the members have changed.
   void look() const;
-  // A wait of one thread: since when each rank has not looked, as far as this wait has seen.
+  // One thread's wait, and since when it has seen no beat of each rank.
   struct Vigil {
     std::chrono::steady_clock::time_point begin;
-    std::vector<uint64_t> looks;                                      // by rank
+    std::vector<uint64_t> looks;                                      // beats, by rank
     std::vector<std::chrono::steady_clock::time_point> silent_since;  // by rank
   };
   [[nodiscard]] Vigil begin_wait() const;
-  // Trouble with members, as far as it was not taken on yet; kLost: they have ended or others are
-  // members by now.
+  // Trouble with the members that this rank knows; kLost: one has ended without leaving, or others
+  // are members by now.
   enum class Trouble : uint8_t { kNone, kLeft, kLost };
   [[nodiscard]] Trouble trouble() const;
   // Others are members by now, so that a member waits for this rank.
   [[nodiscard]] bool has_moved() const { return roll_->epoch() != members_.epoch; }
-  // Ends what another thread waits for here, by an Error (kInterrupted).
+  // Ends another thread's wait here by an Error (kInterrupted).
   void stop() { is_stopped_.store(true, std::memory_order_relaxed); }
   void beat() const { roll_->beat(); }
-  // The last process in its place has, or has left.
+  // The last process in the rank's place has ended or left.
   [[nodiscard]] bool has_ended(int rank) const { return roll_->has_ended(rank); }
   // True if a wait has to end: a member whose arrival is missing has not looked for the timeout,
   // and is given up for that, or twice the timeout has passed although all look. Ask it often.
@@ -56,25 +56,25 @@ class Survival {
   // --- this rank's thread ---
   [[nodiscard]] const std::vector<int>& members() const { return members_.ranks; }
   [[nodiscard]] bool is_lost(int rank) const { return !members_.has(rank); }
-  // Not threads of one.
+  // The ranks are processes, not threads of one.
   [[nodiscard]] bool are_processes() const { return !group_.topology().one_process; }
   [[nodiscard]] uint64_t epoch() const { return members_.epoch; }
-  // Since the last call of it, members were lost that had not ended: they may still write where
+  // Since the last takes_strays(), members were lost that had not ended: they may still write where
   // they could.
   [[nodiscard]] bool takes_strays() { return std::exchange(has_strays_, false); }
-  // Since the last call of it, ranks have joined again, perhaps this one.
+  // Since the last takes_newcomers(), ranks have joined again, perhaps this one.
   [[nodiscard]] bool takes_newcomers() { return std::exchange(has_newcomers_, false); }
 
-  // A call, or a change of the members that all take part in as in a call. is_second_part: what the
-  // call before has lost counts for this one, too.
+  // Begins a call, or a change of the members that all take part in as in a call. is_second_part:
+  // ranks lost in the call before count for this one, too.
   void begin_call(bool is_second_part = false);
-  // This rank has all that it needs of the call. True once that holds for all members; false if the
-  // members have changed and the call has to be made again. Throws TimeoutError.
+  // Tells that this rank has all it needs of the call. True once that holds for all members; false
+  // if the members have changed and the call has to be made again. Throws TimeoutError.
   [[nodiscard]] bool finish_call(std::string_view op);
-  // After a call failed: whether that was because ranks are lost, and others are members now. Waits
-  // a moment for the loss to be seen. Throws PeerError if it was this rank that was lost.
+  // After a call failed: waits a moment for a loss of ranks to be seen. True if others are members
+  // now. Throws PeerError if it was this rank that was lost.
   [[nodiscard]] bool settle(std::string_view op, ErrorCode cause);
-  // Leaves these out at the next call. Throws Error (kUnsupported) for a thread of this process,
+  // Leaves `ranks` out at the next call. Throws Error (kUnsupported) for a thread of this process,
   // whose stores nothing keeps away, unless it has left.
   void give_up(std::span<const int> ranks);
   // Returns the ranks that were lost in the last call.
@@ -84,17 +84,17 @@ class Survival {
   [[nodiscard]] std::vector<int> readmit(std::span<const int> ranks);
   // Throws Error (kInvalidArgument) unless all these are lost.
   void check_lost(std::span<const int> ranks) const;
-  // Once readmit() has returned `missing` and the call is finished. Throws TimeoutError if one of
-  // `ranks` did not come, PeerError if it was lost again.
+  // For when readmit() has returned `missing` and the call is finished: throws TimeoutError if one
+  // of `ranks` did not come, PeerError if it was lost again.
   void check_back(std::span<const int> ranks, std::span<const int> missing) const;
   // The rank has been taken in since begin_call(), even if it was lost again.
   [[nodiscard]] bool has_come(int rank) const;
-  // `transport`: by which the exchange is made again.
+  // Returns an invitation; by `transport` the exchange is made again.
   [[nodiscard]] std::string invitation(std::string_view transport) const;
-  // Others shall not wait for this rank any more.
+  // Tells others not to wait for this rank any more.
   void leave() { roll_->leave(); }
 
-  // The members' control plane; the blocks of ranks that are lost are empty. Throws PeerError and
+  // Returns the members' control plane; the blocks of lost ranks are empty. Throws PeerError and
   // TimeoutError as calls do.
   [[nodiscard]] Group group();
 
@@ -102,15 +102,15 @@ class Survival {
   [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> block);
   void join();
   [[nodiscard]] bool adopt(std::string_view op);
-  // A moment of a wait: this rank is not stopped, neither by stop().
+  // Beats for this rank while it waits; throws Error (kInterrupted) after stop().
   void live_on() const;
-  // Proposes the members without those that are gone; false: there are none. Who has arrived at the
-  // call before it went stays, as others may have returned from it; `is_open`: none can have, since
-  // this rank has not arrived and will not.
+  // Proposes the members without those that are gone; false: none is. A rank that arrived at the
+  // call before its end stays, as others may have returned from the call; `is_open`: none can have,
+  // since this rank has not arrived and will not.
   [[nodiscard]] bool propose_without_gone(bool is_open);
   // True if what was proposed would have been decided by now.
   [[nodiscard]] bool is_undecided(const Vigil& wait) const;
-  // Throws TimeoutError then, with the ranks that have said nothing `about` these.
+  // Throws TimeoutError if is_undecided(), with the ranks that have said nothing `about` these.
   void check_decided(const Vigil& wait, std::string_view op, std::span<const int> about) const;
 
   Group group_;
