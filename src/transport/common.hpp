@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// The checks throw Error (kTransport), for what a peer has released a LostPeerError.
+// These checks throw Error (kTransport), or LostPeerError if a peer has released the region.
 inline void check_rank(const Context& context, std::string_view verb, int rank) {
   WEFT_CHECK(
       context,

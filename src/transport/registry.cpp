@@ -20,8 +20,8 @@ namespace {
 
 struct Entry {
   std::string_view name;
-  // Returns what speaks against it, as far as that is known without trying; empty: nothing. `kind`
-  // is what follows the colon in a name, often nothing.
+  // Returns why the transport cannot be used, as far as is known without trying; empty: it can.
+  // `kind` is what follows the colon in a name, often nothing.
   std::string (*obstacle)(const Group& group, std::string_view kind);
   decltype(&make_ofi) make;  // collective; throws on every rank or on none
   bool has_kinds = false;
@@ -66,7 +66,7 @@ std::unique_ptr<Transport> make_mapped(
   return std::make_unique<MappedTransport>(kMakeMemory(), group, num_signals, options.members);
 }
 
-// Best first.
+// Lists the best transport first.
 constexpr std::array kEntries = {
     Entry{"loopback", loopback_obstacle, make_mapped<make_loopback_memory>},
     Entry{"shm", domain_obstacle, make_mapped<make_shm_memory>},
@@ -80,7 +80,7 @@ std::string_view kind_of(std::string_view name) {
   return colon == std::string_view::npos ? std::string_view() : name.substr(colon + 1);
 }
 
-// Returns what a name stands for, best first; "auto" stands for all.
+// Returns the entries that a name stands for, best first; "auto" stands for all.
 std::vector<const Entry*> entries_of(std::string_view name) {
   std::vector<const Entry*> entries;
   for (const Entry& entry : kEntries) {
@@ -92,7 +92,7 @@ std::vector<const Entry*> entries_of(std::string_view name) {
   return entries;
 }
 
-// Throws the same on all ranks if what is known speaks against it.
+// Throws the same Error on all ranks if any of them knows an obstacle.
 void check_obstacle(const Entry& entry, const Group& group, std::string_view kind) {
   agree(group, [&] {
     const std::string obstacle = entry.obstacle(group, kind);
@@ -107,7 +107,7 @@ void check_obstacle(const Entry& entry, const Group& group, std::string_view kin
   });
 }
 
-// Logs, on one rank, that a transport that was to join these ranks does not.
+// Logs, on one rank, which transports that had no obstacle failed all the same.
 void tell_passed_over(
     const Entry& taken,
     const std::vector<std::string>& failures,
@@ -179,7 +179,7 @@ std::unique_ptr<Transport> make_transport(
       context_of(group), !entries.empty(), "open({}): {}", name, transport_obstacle(name, group)
   );
   std::vector<std::string> reasons;
-  std::vector<std::string> failures;  // those of them that nothing spoke for before
+  std::vector<std::string> failures;  // of transports without a known obstacle
   for (const Entry* entry : entries) {
     bool is_tried = false;
     try {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How bytes reach a peer: one interface for every wire.
 //
-// It promises counts, not order: a put's signal grows by one after that put's own bytes are visible
-// at the target, and nothing is said about other puts. Signals only ever grow.
+// A transport promises counts, not order: a put's signal grows by one after that put's own bytes
+// are visible at the target, and nothing is said about other puts. Signals only ever grow.
 // docs/adding_a_transport.md builds one step by step.
 #pragma once
 
@@ -57,35 +57,35 @@ class Transport {
   [[nodiscard]] virtual std::string_view name() const = 0;
 
   // --- memory: one thread at a time ---
-  // 64-byte aligned, contents undefined. Throws Error (kOutOfMemory).
+  // Returns memory, 64-byte aligned, contents undefined. Throws Error (kOutOfMemory).
   [[nodiscard]] virtual Region allocate(uint64_t bytes) = 0;
   // Makes memory of the caller's a region: peers that do not share memory with this rank may put
   // into it, this rank's puts may come out of it. The caller keeps the memory until it has released
-  // the region, with no put out of it under way. A GPU's is touched only by the network. Throws
-  // Error: kNotAvailable with lend_obstacle(), kOutOfMemory if the network refuses these bytes,
-  // kInvalidArgument if a region holds some of them already.
+  // the region, with no put out of it under way. A GPU's memory is touched only by the network.
+  // Throws Error: kNotAvailable with lend_obstacle(), kOutOfMemory if the network refuses these
+  // bytes, kInvalidArgument if a region holds some of them already.
   [[nodiscard]] virtual Region lend(std::byte* data, uint64_t bytes, const Device& device);
-  // Why memory of this device cannot be lent; empty: it can. Most transports take none.
+  // Returns why memory of this device cannot be lent; empty: it can. Most transports take none.
   [[nodiscard]] virtual std::string lend_obstacle(const Device& device) const;
-  // The caller guarantees that no peer still writes there; peers drop their mapping by themselves.
+  // Frees the region. The caller guarantees that no peer still writes there; peers unmap it later.
   virtual void release(const RegionRef& region) = 0;
   // Makes a peer's region (or this rank's own) reachable under its slot; cheap when it already is.
-  // Throws LostPeerError (core/context.hpp) if the peer has let go of it.
+  // Throws LostPeerError (core/context.hpp) if the peer has released it.
   virtual void import(int rank, const RegionRef& region) = 0;
 
   // --- moving: any thread ---
   // Returns when the sources may be reused. Throws Error (kTransport, or kTimeout for a peer that
-  // takes nothing) naming the rank; then nothing is promised of it. A LostPeerError if that has
-  // died, left or released the region.
+  // takes nothing) naming the rank; then nothing is promised of the puts. LostPeerError if the rank
+  // has died, left or released the region.
   virtual void put(int rank, std::span<const Put> puts) = 0;
   // Raises a signal by `amount` after everything this thread wrote through mapped() before is
   // visible.
   virtual void raise(int rank, uint32_t signal, uint64_t amount) = 0;
-  // Address at which this rank can store into an imported region itself; null if it cannot.
+  // Returns where this rank can store into an imported region itself; null if it cannot.
   [[nodiscard]] virtual std::byte* mapped(int rank, uint32_t region) const = 0;
 
   // --- waiting: any thread ---
-  // This rank's own signal; what its raises covered is visible to the caller (acquire).
+  // Returns this rank's own signal; what its raises covered is visible to the caller (acquire).
   [[nodiscard]] virtual uint64_t signal_value(uint32_t signal) const = 0;
   // Drives transfers of transports that need it. This and park() throw Error (kTransport) for an
   // earlier put that has failed since it returned.
@@ -94,18 +94,17 @@ class Transport {
   // `seen` or time is up.
   [[nodiscard]] virtual uint32_t doorbell() const = 0;
   virtual void park(uint32_t seen, std::chrono::nanoseconds at_most) = 0;
-  // The time by which park() and deadlines count. Only a simulation has a clock of its own.
+  // Returns the time of park() and of deadlines. Only a simulation has a clock of its own.
   [[nodiscard]] virtual Clock::time_point now() const { return Clock::now(); }
 
   // --- life ---
   [[nodiscard]] virtual PeerState peer_state(int rank) const = 0;
-  // The rank is lost, whatever can be seen of it: nothing waits for it any more.
+  // Counts the rank as lost, whatever can be seen of it: nothing waits for it any more.
   virtual void give_up(int /*rank*/) {}
-  // Tells peers that this rank leaves. Again: no effect. After it only peer_state, withdraw(),
-  // release() and destruction are legal.
+  // Tells peers that this rank leaves; a second call has no effect. Afterwards only peer_state(),
+  // withdraw(), release() and destruction are legal.
   virtual void close() = 0;
-  // After close(): what comes over a network is written into no region any more. Memory that others
-  // map stays theirs to write.
+  // After close(): keeps the network from writing into any region. Ranks that map memory still can.
   virtual void withdraw() {}
 };
 
@@ -134,9 +133,9 @@ using TransportMaker = std::function<std::unique_ptr<Transport>(
     std::string_view name, const Group& group, uint32_t num_signals, const TransportOptions& options
 )>;
 
-// Every name that this build knows, best first.
+// Returns every name that this build knows, best first.
 [[nodiscard]] std::vector<std::string> transport_names();
-// Empty if the transport can join these ranks, else the reason.
+// Returns why the transport cannot join these ranks; empty: it can.
 [[nodiscard]] std::string transport_obstacle(std::string_view name, const Group& group);
 
 }  // namespace weft

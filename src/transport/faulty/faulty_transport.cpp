@@ -14,7 +14,7 @@ namespace {
 constexpr std::string_view kPrefix = "faulty:";
 constexpr double kMostExact = 9007199254740992.0;  // 2^53: above, doubles skip integers
 
-// The part before `separator`; `text` keeps what is behind it.
+// Returns the part before `separator`; `text` keeps what is behind it.
 std::string_view take_until(std::string_view& text, char separator) {
   const std::string_view part = text.substr(0, text.find(separator));
   text.remove_prefix(std::min(part.size() + 1, text.size()));
@@ -113,7 +113,7 @@ Region FaultyTransport::lend(std::byte* data, uint64_t bytes, const Device& devi
   return inner_->lend(data, bytes, device);
 }
 
-// Puts that are held back are copied by this process.
+// Refuses a GPU's memory: puts that are held back are copied by this process.
 std::string FaultyTransport::lend_obstacle(const Device& device) const {
   return device.kind == Device::Kind::kCpu
              ? inner_->lend_obstacle(device)
@@ -159,7 +159,7 @@ void FaultyTransport::raise(int rank, uint32_t signal, uint64_t amount) {
   }
 }
 
-// Takes out what is due, in random order: what is due together has no order of its own.
+// Takes out the sends that are due, in random order: they have no order of their own.
 std::vector<FaultyTransport::Held> FaultyTransport::take_due(Clock::time_point now) {
   const auto first_due = std::partition(held_.begin(), held_.end(), [now](const Held& held) {
     return held.due > now;
@@ -170,9 +170,9 @@ std::vector<FaultyTransport::Held> FaultyTransport::take_due(Clock::time_point n
   return due;
 }
 
-// Without mutex_, as the inner transport may take its time; but with it where that only copies.
-// What comes after a copy is ordered by memory that each rank maps at an address of its own, so
-// that a detector of races among threads would not see the order of the two copies of a rank.
+// Sends without mutex_, as the inner transport may take its time; but with it if that only copies:
+// copies of one rank are ordered by memory that each rank maps at an address of its own, an order
+// that a detector of races among threads would not see.
 void FaultyTransport::send(const std::vector<Held>& held) {
   const bool only_copies = name_ == "faulty:shm" || name_ == "faulty:loopback";
   for (const Held& one : held) {

@@ -38,8 +38,8 @@ struct FaultyName {
   FaultPlan plan;
 };
 
-// "faulty:shm?seed=7&delay=0.2&hide_mapped=1": keys are the members above, hold_us for `hold`.
-// Empty for a name without that prefix. Throws Error (kInvalidArgument) naming the fault.
+// Reads "faulty:shm?seed=7&delay=0.2&hide_mapped=1": keys are members of FaultPlan, hold_us for
+// `hold`. Empty for a name without that prefix. Throws Error (kInvalidArgument) naming the fault.
 [[nodiscard]] std::optional<FaultyName> parse_faulty_name(std::string_view name);
 
 // Delayed puts and raises still arrive: a thread of its own sends them after FaultPlan::hold, or
@@ -70,7 +70,7 @@ class FaultyTransport final : public Transport {
     inner_->progress();
   }
   [[nodiscard]] uint32_t doorbell() const override { return inner_->doorbell(); }
-  // A rank that goes to sleep may sleep until a peer answers what is held here.
+  // Sends what is held back first, as this rank may sleep until a peer answers that.
   void park(uint32_t seen, std::chrono::nanoseconds at_most) override {
     send_due(Clock::time_point::max());
     inner_->park(seen, at_most);
@@ -90,7 +90,7 @@ class FaultyTransport final : public Transport {
   [[nodiscard]] bool roll(double probability) {
     return std::uniform_real_distribution<double>()(random_) < probability;
   }
-  void start_call(int rank);  // throws what is due to be thrown
+  void start_call(int rank);  // throws an earlier failure, or one drawn now
   // Decides what becomes of a put or raise: true if it passes now. `make_send` is called for what
   // is held back.
   [[nodiscard]] bool passes(const std::function<Send()>& make_send);

@@ -329,7 +329,7 @@ void MappedTransport::leave(int dead) {
   own_.set_left(dead);
   for (const auto& to : peers_) {
     if (to != nullptr) {
-      to->signals.ring();  // whoever is parked learns of it now
+      to->signals.ring();  // a parked rank learns of it now
     }
   }
 }

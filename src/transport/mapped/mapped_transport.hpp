@@ -86,8 +86,8 @@ class RegionTable {
 
 class MappedTransport final : public Transport {
  public:
-  // Collective over the group. `members`: the ranks that this one is joined with, itself included;
-  // empty: all. Throws the same Error on every rank if any rank cannot reach a member.
+  // Collective over the group. Joins this rank with `members`, itself included; empty: all. Throws
+  // the same Error on every rank if any rank cannot reach a member.
   MappedTransport(
       std::unique_ptr<MemorySource> source,
       const Group& group,
@@ -125,7 +125,7 @@ class MappedTransport final : public Transport {
   void close() override { leave(-1); }
   // Closes, and tells the members that rank `dead` has died, a member or not; -1: none.
   void leave(int dead);
-  // The rank of whose death a member told when it left; -1: none.
+  // Returns the rank of whose death `rank` told when it left; -1: none.
   [[nodiscard]] int death_told_by(int rank) const {
     return peer("death_told_by", rank).signals.told_death();
   }

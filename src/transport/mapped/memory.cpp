@@ -49,7 +49,7 @@ class LoopbackMemory final : public MemorySource {
   }
 };
 
-// A SharedMemoryRef but for its size, which peers know.
+// Holds a SharedMemoryRef but for its size, which peers know.
 struct RefBits {
   uint64_t inode = 0;
   int32_t pid = 0;

@@ -4,9 +4,9 @@
 //
 // Order. Three pairs carry everything:
 //   1. raise(): signal += n (release)         with  signal(): load (acquire).
-//      What the raiser stored before is visible to whoever sees the new count.
+//      What the raiser stored before is visible to a thread that sees the new count.
 //   2. ring(): doorbell += 1                  with  doorbell(): load (acquire).
-//      Whoever sees the new doorbell sees the signals raised before it, so "read doorbell, test
+//      A thread that sees the new doorbell sees the signals raised before, so "read doorbell, test
 //      signals, park on that doorbell" misses nothing.
 //   3. ring(): doorbell += 1, then waiters?   with  sleep(): waiters += 1, then doorbell?
 //      A store followed by a load of the other side's word: all four are seq_cst, so at least one
@@ -42,13 +42,13 @@ class SignalBlock {
 
   // --- owner ---
   void set_pid() { header().pid = ::getpid(); }  // before peers learn of the block
-  // False in a child that fork() made of the owner: what it inherits is not its own to end.
+  // False in a child that fork() made of the owner: it must not end what it inherits.
   [[nodiscard]] bool is_here() const { return header().pid == ::getpid(); }
-  // `dead`: a rank whose death it has seen before; -1: none.
+  // Tells peers that the owner has left; `dead`: a rank whose death it has seen; -1: none.
   void set_left(int dead) {
     Atomic32(header().left).store(static_cast<uint32_t>(dead + 2), std::memory_order_release);
   }
-  // Generation of the region alive in `slot`, 0 for none.
+  // Publishes the generation of the region alive in `slot`, 0 for none.
   void set_generation(uint32_t slot, uint32_t generation) {
     Atomic32(header().generation[slot]).store(generation, std::memory_order_release);
     if (generation == 0) {
@@ -73,7 +73,7 @@ class SignalBlock {
   [[nodiscard]] bool has_left() const {
     return Atomic32(header().left).load(std::memory_order_acquire) != 0;
   }
-  // The rank whose death the owner had seen when it left; -1: none, or it has not left.
+  // Returns the rank whose death the owner had seen when it left; -1: none, or it has not left.
   [[nodiscard]] int told_death() const {
     const uint32_t left = Atomic32(header().left).load(std::memory_order_relaxed);
     return std::max(static_cast<int>(left) - 2, -1);
@@ -81,7 +81,7 @@ class SignalBlock {
   [[nodiscard]] uint32_t generation(uint32_t slot) const {
     return Atomic32(header().generation[slot]).load(std::memory_order_acquire);
   }
-  // Moves when a generation becomes 0.
+  // Returns how often a generation became 0; wraps.
   [[nodiscard]] uint32_t num_releases() const {
     return Atomic32(header().num_releases).load(std::memory_order_acquire);
   }

@@ -15,12 +15,12 @@
 
 namespace weft {
 
-// Empty if libfabric is there and has a provider for these ranks, else the reason. `kind` is the
-// provider, or "provider/domain"; empty: what WEFT_FABRIC says.
+// Returns why libfabric, or a provider for these ranks, is missing; empty: both are there. `kind`
+// is the provider, or "provider/domain"; empty: what WEFT_FABRIC says.
 [[nodiscard]] std::string ofi_obstacle(const Group& group, std::string_view kind);
 
-// Collective. Throws the same Error on every rank. No call waits for a peer longer than the
-// options' timeout.
+// Collective. Throws the same Error on every rank. No call of the transport waits for a peer longer
+// than the options' timeout.
 [[nodiscard]] std::unique_ptr<Transport> make_ofi(
     const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
 );
@@ -40,7 +40,7 @@ struct FabricReport {
   };
   std::string library;  // "libfabric 1.17", or why there is none
   std::string chosen;   // empty: none
-  std::string why;      // it was chosen
+  std::string why;      // `chosen` was chosen
   std::string address;  // that IP providers are bound to
   int num_queues = 1;
   std::vector<Entry> providers;  // best first

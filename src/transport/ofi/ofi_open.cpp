@@ -19,8 +19,8 @@
 namespace weft::ofi {
 namespace {
 
-// Bytes of one write come in for longer than a signal takes to cross shared memory, and to be woken
-// for each part of them costs more than to look on; who looks lets others run in between.
+// The bytes of one write come in for longer than a signal takes to cross shared memory, and to wake
+// for each part of them costs more than to poll; a thread that polls lets others run in between.
 constexpr int kSpins = 50;
 
 // How a rank introduces itself; the addresses of its queues follow in blocks of their own.
@@ -126,7 +126,7 @@ void OfiTransport::open(
   });
 }
 
-// The first rank first.
+// Is called for the first rank first, whose session counts.
 void OfiTransport::connect(int rank, const Bytes& packed, const std::string& host, bool is_first) {
   const auto blocks = unpack_blocks(packed, 1 + static_cast<int>(queues_.size()));
   const Bytes first = blocks ? blocks->front() : Bytes();

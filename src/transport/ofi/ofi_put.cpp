@@ -30,7 +30,7 @@ constexpr int kYields = 1024;  // a millisecond or two
 // busy machine a yield may take milliseconds, and soon a host that ended does not answer at all.
 constexpr auto kLookEvery = std::chrono::milliseconds(50);
 
-// Others run while this thread waits for the fabric.
+// Lets other threads run while this one waits for the fabric.
 void relax(int round) {
   if (round < kPauses) {
     hwy::Pause();
@@ -106,7 +106,7 @@ OfiTransport::Source OfiTransport::source_of(const Put& put) const {
              : Source();
 }
 
-// Puts that one write can carry, as copies: neighbours in the target that raise one signal.
+// Returns puts that one write can carry, as copies: neighbours in the target that raise one signal.
 std::span<const Put> OfiTransport::next_batch(std::span<const Put> puts) const {
   const Put& first = puts.front();
   uint64_t bytes = first.bytes;
@@ -123,8 +123,8 @@ std::span<const Put> OfiTransport::next_batch(std::span<const Put> puts) const {
   return puts.first(count);
 }
 
-// A write that raises the put's signal by `amount`, or, for 0, none. Its bytes and where they come
-// from are still to be filled in.
+// Returns a write that raises the put's signal by `amount`, or, for 0, none. The caller fills in
+// its bytes and where they come from.
 Write OfiTransport::write_to(int rank, const Put& put, uint64_t amount) const {
   const auto view = remote_[static_cast<size_t>(rank)]->find(put.region);
   Write write;
@@ -207,7 +207,7 @@ void OfiTransport::raise(int rank, uint32_t signal, uint64_t amount) {
   streaming_fence();  // the caller may have stored into a neighbour's memory before
   const Message raising = message(MessageKind::kRaise, signal, amount);
   const Outcome outcome = send(way_to(rank), raising, until());
-  if (outcome != Outcome::kGone) {  // nobody is there to see it
+  if (outcome != Outcome::kGone) {  // no rank is there to see it
     require(outcome, rank);
   }
 }

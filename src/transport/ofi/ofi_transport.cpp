@@ -26,7 +26,7 @@ constexpr auto kClosePatience = std::chrono::seconds(2);
 // long is gone. A guess; connecting takes milliseconds.
 constexpr auto kLongSilence = std::chrono::seconds(5);
 
-// A local provider's address is a text like "fi_shm://" and the name of its file.
+// Returns the file that a local provider's address names, a text like "fi_shm://" and the file.
 std::string file_of(const Bytes& address) {
   const std::string_view text(reinterpret_cast<const char*>(address.data()), address.size());
   const size_t slashes = text.find("//");
@@ -37,8 +37,8 @@ std::string file_of(const Bytes& address) {
   return fmt::format("/dev/shm/{}", name.substr(0, name.find('\0')));
 }
 
-// True if the host of this socket address answers that nobody listens there. False if somebody
-// does, or if no answer comes in some milliseconds. Opens a connection and drops it at once.
+// True if the host of this socket address answers that no process listens there. False if one does,
+// or if no answer comes in some milliseconds. Opens a connection and drops it at once.
 bool is_refused(const Bytes& address) {
   sockaddr_storage place = {};
   if (address.size() < sizeof(sa_family_t) || address.size() > sizeof place) {
@@ -158,7 +158,7 @@ void OfiTransport::release(const RegionRef& region) {
   }
 }
 
-// Messages that have been delivered here are handled before what follows.
+// Handles the messages that have been delivered here.
 void OfiTransport::poll_until_quiet() const {
   constexpr int kMostRounds = 1000;
   for (const auto& queue : queues_) {
@@ -219,7 +219,7 @@ void OfiTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {
 
 // --- life: who is there, and leaving ---
 
-// Not every rank can see a death at once, or at all: one that leaves for it tells the others.
+// Notes a death, which not every rank can see at once: a rank that leaves for it tells the others.
 void OfiTransport::hear_of_death(int rank) const {
   if (rank >= 0 && is_remote(rank)) {
     peers_->on_lost(rank);
@@ -234,7 +234,7 @@ void OfiTransport::hear_neighbours() const {
   }
 }
 
-// A rank that is known to have died; -1: none.
+// Returns a rank that is known to have died; -1: none.
 int OfiTransport::find_dead() const {
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
     const bool has_died = is_remote(rank) ? peers_->has_died(rank) && !peers_->has_left(rank)
@@ -246,11 +246,11 @@ int OfiTransport::find_dead() const {
   return -1;
 }
 
-// One try: who asks for a state asks again.
+// Tries once: callers that ask for a rank's state ask again.
 void OfiTransport::ping(int rank) const {
   Queue& queue = *queues_.front();
   if (queue.num_flying_to(rank) > 0) {
-    return;  // its fate tells as much
+    return;  // that operation's fate tells as much
   }
   const int64_t result = noted(rank, queue.send(rank, message(MessageKind::kPing)));
   if (result == 0 || result == Queue::kNoRoom) {
@@ -264,14 +264,14 @@ void OfiTransport::ping(int rank) const {
   knock_at(rank);
 }
 
-// Some providers try to connect again and again, and never say that nobody is there.
+// Takes a long silence for a death: some providers try to connect again and again, without a word.
 void OfiTransport::note_silence(int rank) const {
   if (peers_->needs_ping(rank) && peers_->note_unanswered(rank) > kLongSilence) {
     peers_->on_lost(rank);
   }
 }
 
-// On IP there is a quicker way to find out.
+// On IP, takes a port that is closed for a death, which is quicker.
 void OfiTransport::knock_at(int rank) const {
   if (fabric_->provider().takes_address && peers_->needs_ping(rank) &&
       is_refused(addresses_[static_cast<size_t>(rank)].front())) {
@@ -302,7 +302,7 @@ PeerState OfiTransport::peer_state(int rank) const {
   return PeerState::kDied;
 }
 
-// Again: no effect.
+// Removes a local provider's files of the rank; a second call has no effect.
 void OfiTransport::remove_files_of(int rank) const {
   if (!fabric_->provider().is_local) {
     return;

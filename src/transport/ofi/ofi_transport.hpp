@@ -40,14 +40,14 @@
 
 namespace weft::ofi {
 
-// For providers that share memory between the endpoints of a process: an endpoint that closes takes
-// its memory away under one that still looks at it. So they close together, when the last transport
-// of a session in this process ends.
+// Closes endpoints of a process together, when the last transport of a session there ends, for
+// providers that share memory between them: an endpoint that closes takes its memory away under one
+// that still looks at it.
 class Closing {
  public:
   // Returns one object for all ranks of `session` in this process. Any thread.
   [[nodiscard]] static std::shared_ptr<Closing> join(uint64_t session);
-  // Keeps queues that nobody polls any more until the last holder of this object is gone.
+  // Keeps queues that no thread polls any more until the last holder of this object is gone.
   void keep(std::vector<std::unique_ptr<Queue>> queues);
 
  private:
@@ -57,8 +57,8 @@ class Closing {
 
 class OfiTransport final : public Transport, private QueueEvents {
  public:
-  // Collective. `shares_memory`: with the ranks of its domain, which it then reaches without the
-  // fabric. Throws the same Error on every rank.
+  // Collective. With `shares_memory`, this rank reaches those of its domain without the fabric.
+  // Throws the same Error on every rank.
   OfiTransport(
       const Group& group,
       uint32_t num_signals,
@@ -123,7 +123,7 @@ class OfiTransport final : public Transport, private QueueEvents {
   [[nodiscard]] Source source_of(const Put& put) const;
   void send_pieces(const Way& way, const Put& put, const Source& source);
   [[nodiscard]] Write write_to(int rank, const Put& put, uint64_t amount) const;
-  // One write of a batch: copies of its puts or, with `direct`, its only put from where it lies.
+  // Posts one write of a batch: copies of its puts or, with `direct`, its only put from its place.
   void post_write(
       const Way& way,
       std::span<const Put> batch,
@@ -135,7 +135,7 @@ class OfiTransport final : public Transport, private QueueEvents {
   // Returns `result`, what the fabric said when it was given something for `rank`, and notes that
   // the rank answers if it is 0.
   [[nodiscard]] int64_t noted(int rank, int64_t result) const;
-  // `attempt` returns 0, -FI_EAGAIN, kNoRoom or libfabric's error; kDone is what is left.
+  // Repeats `attempt`, which returns 0 (kDone), -FI_EAGAIN, kNoRoom or libfabric's error.
   template <class Attempt>
   Outcome persist(const Way& way, Clock::time_point deadline, const Attempt& attempt);
   Outcome send(
@@ -144,7 +144,7 @@ class OfiTransport final : public Transport, private QueueEvents {
       Clock::time_point deadline,
       const Pending& pending = nullptr
   );
-  // Waits until all of them have ended.
+  // Waits until all operations that `pending` counts have ended.
   Outcome await(const Way& way, const Pending& pending);
 
   void poll_until_quiet() const;
@@ -157,7 +157,7 @@ class OfiTransport final : public Transport, private QueueEvents {
   void remove_files_of(int rank) const;
   void throw_failure() const;
 
-  // Reached over the fabric.
+  // The rank is reached over the fabric.
   [[nodiscard]] bool is_remote(int rank) const { return !neighbours_->has_member(rank); }
 
   Context context_;

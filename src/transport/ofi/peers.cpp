@@ -71,7 +71,7 @@ std::chrono::nanoseconds Peers::note_unanswered(int rank) {
   return Clock::duration(is_first ? 0 : now - since);
 }
 
-// Every put calls it, so it writes only what is news.
+// Every put calls this, so it writes only what changes.
 void Peers::note_answered(int rank) {
   Peer& peer = at(rank);
   if (!peer.has_answered.load(std::memory_order_relaxed)) {

@@ -23,39 +23,39 @@ class Peers {
   Peers(int num_ranks, uint32_t num_queues)
       : num_queues_(num_queues), peers_(static_cast<size_t>(num_ranks)) {}
 
-  // Set-up: the death of this rank's process can be seen here. Nothing happens if it cannot.
+  // Set-up: watches for the end of the rank's process, if that can be seen here.
   void watch(int rank, int32_t pid);
-  // Set-up: a rank of this process, which ends with this one.
+  // Set-up: the rank is of this process and ends with it.
   void set_same_process(int rank) { at(rank).is_watched = true; }  // an empty watch is always alive
 
-  // Set-up: none of the ranks that are joined.
+  // Set-up: the rank is none of those that are joined.
   void set_absent(int rank) { at(rank).num_farewells.store(num_queues_); }
 
-  // A farewell, once for each queue; pairs with has_left().
+  // Counts a farewell, one for each queue; pairs with has_left().
   void on_left(int rank) { at(rank).num_farewells.fetch_add(1, std::memory_order_release); }
   void on_failure(int rank, const char* call, int error, std::string_view provider);
 
-  // It is gone without a farewell.
+  // The rank is gone without a farewell.
   void on_lost(int rank) { at(rank).is_lost.store(true, std::memory_order_release); }
 
-  // The fabric takes nothing for this rank, though it once did; for how long. And that it does: a
-  // first connection may take its time.
+  // Notes that the fabric takes nothing for this rank, and returns for how long; 0 if it never did,
+  // as a first connection may take its time. note_answered() notes that it does.
   [[nodiscard]] std::chrono::nanoseconds note_unanswered(int rank);
   void note_answered(int rank);
 
   [[nodiscard]] bool has_left(int rank) const {
     return at(rank).num_farewells.load(std::memory_order_acquire) >= num_queues_;
   }
-  // Its process is known to have ended.
+  // The rank's process is known to have ended.
   [[nodiscard]] bool has_died(int rank) const {
     return at(rank).is_lost.load(std::memory_order_acquire) || !at(rank).watch.is_alive();
   }
   [[nodiscard]] bool is_gone(int rank) const { return has_left(rank) || has_died(rank); }
-  // Only messages to it can tell whether it lives.
+  // Only messages to the rank can tell whether it lives.
   [[nodiscard]] bool needs_ping(int rank) const {
     return !at(rank).is_watched && !at(rank).is_lost.load(std::memory_order_relaxed);
   }
-  // An operation to it failed, perhaps because it is about to be gone.
+  // An operation to the rank failed, perhaps because it is about to be gone.
   [[nodiscard]] bool has_failed(int rank) const {
     return at(rank).has_failed.load(std::memory_order_acquire);
   }

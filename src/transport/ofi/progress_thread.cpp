@@ -23,12 +23,12 @@ using std::chrono::nanoseconds;
 // timers there.
 constexpr nanoseconds kLongestWait = milliseconds(100);
 constexpr nanoseconds kWaitInFlight = milliseconds(5);
-// Without one: the first slice and the longest, which bounds how late a peer's bytes are noticed.
+// Without a descriptor: the first and the longest sleep, which bounds how late bytes are noticed.
 constexpr nanoseconds kFirstSlice = microseconds(20);
 constexpr nanoseconds kSliceInFlight = microseconds(200);
 constexpr nanoseconds kLongestSlice = milliseconds(1);
-// While others poll: the first nap and the longest, which bounds how late this thread takes over
-// from a rank that stops polling to compute. One that stops to sleep says so.
+// While others poll: the first and the longest sleep, which bounds how late this thread takes over
+// from a rank that stops polling to compute. A rank that stops to sleep calls add_sleeper().
 constexpr nanoseconds kFirstNap = microseconds(100);
 constexpr nanoseconds kLongestNap = milliseconds(1);
 constexpr int kLooksPerClock = 16;
@@ -66,8 +66,8 @@ bool ProgressThread::is_helped() {
          num_sleepers_.load(std::memory_order_relaxed) == 0;
 }
 
-// Breaks the queue off if run() throws: those who wait for it must hear that no thread looks after
-// it any more.
+// Breaks the queue off if run() throws: threads that wait for the queue must hear that it is no
+// longer polled.
 void ProgressThread::run_guarded() {
   try {
     run();
@@ -122,7 +122,7 @@ void ProgressThread::sleep(int num_slices) {
   wait(time, queue_.descriptor());
 }
 
-// Waits until something comes; -1: for no descriptor.
+// Waits for `descriptor` (-1: none) or for ring().
 void ProgressThread::wait(nanoseconds at_most, int descriptor) {
   std::array<pollfd, 2> wanted = {
       pollfd{.fd = event_.get(), .events = POLLIN, .revents = 0},

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keeps one queue moving while the rank computes: most providers move bytes only when asked. Busy
 // while there is traffic, then asleep on the queue's descriptor, or in slices that grow where the
-// provider has none. While other threads of the rank look after the queue it only looks in at
-// times, since two that poll keep each other, and whoever shares their cores, from working.
+// provider has none. While other threads of the rank poll the queue, this one only polls at times,
+// since two that poll keep each other, and threads that share their cores, from working.
 #pragma once
 
 #include <atomic>
@@ -17,14 +17,14 @@ namespace weft::ofi {
 
 class ProgressThread {
  public:
-  // `spin`: how long to look around after the last event before sleeping. It stays on `cores`, if
+  // `spin`: how long to poll after the last event before sleeping. The thread stays on `cores`, if
   // there are any.
   ProgressThread(Queue& queue, std::chrono::nanoseconds spin, std::vector<int> cores);
   ~ProgressThread();
   ProgressThread(const ProgressThread&) = delete;
   ProgressThread& operator=(const ProgressThread&) = delete;
 
-  // A thread of this rank begins or ends to sleep until something comes.
+  // Notes that a thread of this rank begins or ends to sleep until something comes.
   void add_sleeper();
   void remove_sleeper() { num_sleepers_.fetch_sub(1, std::memory_order_relaxed); }
 

@@ -7,7 +7,7 @@
 
 namespace weft::ofi {
 
-// Regions of the transport's own are apart in any case, lent ones may not be.
+// Throws if the region shares bytes with another, as only lent ones may.
 void LocalRegions::check_apart(const Region& region) const {
   const std::byte* const end = region.data + region.ref.bytes;
   auto after = entries_.lower_bound(end);
@@ -85,7 +85,7 @@ LocalRegions::Source LocalRegions::source_at(const void* data, uint64_t bytes) c
 
 namespace {
 
-// Generations count up and may wrap.
+// True if `generation` is newer; generations count up and may wrap.
 bool is_after(uint32_t generation, uint32_t other) {
   return static_cast<int32_t>(generation - other) > 0;
 }

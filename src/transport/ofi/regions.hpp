@@ -21,17 +21,17 @@ namespace weft::ofi {
 // The registrations of this rank's regions with the fabric. Any thread.
 class LocalRegions {
  public:
-  // `endpoint` is what memory is bound to, where it is.
+  // Memory is bound to `endpoint` if the provider binds it to one.
   LocalRegions(std::shared_ptr<Fabric> fabric, fid_ep* endpoint)
       : fabric_(std::move(fabric)), endpoint_(endpoint) {}
 
-  // Makes it writable over the fabric until remove(), and completes its cookie for peers there.
-  // `lent_from`: where the memory is that is not the transport's. Throws Error: kOutOfMemory if the
-  // provider refuses the memory, kInvalidArgument if a region holds some of it already.
+  // Makes a region writable over the fabric until remove(), and completes its cookie for peers.
+  // `lent_from`: the device of memory that is not the transport's. Throws Error: kOutOfMemory
+  // if the provider refuses the memory, kInvalidArgument if a region holds some of it already.
   void add(Region& region, std::optional<Device> lent_from = {});
-  // Nothing happens if it was not added.
+  // Undoes add(); no effect if the region was not added.
   void remove(const RegionRef& region);
-  // Nothing can be written over the fabric any more.
+  // Makes no region writable over the fabric any more.
   void withdraw();
   struct Source {
     void* descriptor = nullptr;  // null: no region holds the bytes
@@ -60,14 +60,13 @@ class LocalRegions {
   std::map<const std::byte*, Entry> entries_;  // by first byte
 };
 
-// The regions of one rank that this rank has imported, by slot, and which of them their owner has
-// released. Any thread.
-
 // Words of RegionRef::cookie that the fabric needs; those before are for ranks that map the region.
 constexpr size_t kBaseWord = std::tuple_size_v<Cookie>;
 constexpr size_t kKeyWord = kBaseWord + 1;
 static_assert(kKeyWord < std::size(RegionRef{}.cookie));
 
+// The regions of one rank that this rank has imported, by slot, and which of them their owner has
+// released. Any thread.
 class RemoteRegions {
  public:
   struct View {
@@ -77,9 +76,9 @@ class RemoteRegions {
     bool is_released = false;
   };
 
-  // Empty: nothing was imported under this slot.
+  // Returns the region under this slot; empty: none was imported.
   [[nodiscard]] std::optional<View> find(uint32_t slot) const;
-  // False if the owner has released this generation, as far as this rank has heard.
+  // Notes an import; false if the owner has released this generation, as far as this rank knows.
   [[nodiscard]] bool insert(const RegionRef& region);
   void release(uint32_t slot, uint32_t generation);
 

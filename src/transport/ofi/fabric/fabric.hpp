@@ -65,7 +65,7 @@ struct Api {
 // Loads the library on first use and keeps it; any thread.
 [[nodiscard]] const Api& api();
 
-// "Connection refused (111)"; either sign.
+// Returns a text such as "Connection refused (111)", for an error of either sign.
 [[nodiscard]] std::string error_text(int64_t error);
 
 // Throws if `result` is negative: "fi_domain: Connection refused (111), provider tcp".
@@ -100,8 +100,8 @@ struct Provider {
   // message to every other at set-up, since one whose sender has closed crashes its receiver, and
   // ranks of one process close together.
   bool is_local = false;
-  // Its cards read and write the memory of GPUs. Others that take it have libfabric copy it by
-  // calls of CUDA, which may wait for work that waits for them.
+  // Its cards read and write the memory of GPUs. Other providers that take such memory have
+  // libfabric copy it by calls of CUDA, which may wait for work that waits for them.
   bool reaches_gpus = false;
   // Bound to an IP address that is ours to choose.
   bool takes_address = false;
@@ -113,7 +113,7 @@ struct Provider {
   std::string_view remark;
 };
 
-// Best first.
+// Returns all providers, best first.
 [[nodiscard]] std::span<const Provider> providers();
 
 // Fabric that the user asked for, and what is known of the rank that asks.
@@ -129,7 +129,7 @@ struct FabricWish {
   size_t turn = 0;  // number of this rank among those of its host
 };
 
-// `kind` ("tcp" or "verbs/mlx5_0,mlx5_1"; empty: WEFT_FABRIC), WEFT_FABRIC_ADDRESS,
+// Reads `kind` ("tcp" or "verbs/mlx5_0,mlx5_1"; empty: WEFT_FABRIC), WEFT_FABRIC_ADDRESS,
 // WEFT_FABRIC_QUEUES, WEFT_FABRIC_GPU_MEMORY. Throws Error (kInvalidArgument) for an unknown
 // provider.
 [[nodiscard]] FabricWish read_wish(const Env& env, std::string_view kind);
@@ -138,12 +138,12 @@ struct FabricWish {
 struct Offer {
   const Provider* provider = nullptr;
   Info info;                 // null if there is an obstacle
-  size_t num_cards = 0;      // it could have been on
+  size_t num_cards = 0;      // that it could have been on
   std::string obstacle;      // why it cannot be used
   std::string gpu_obstacle;  // why it does not take memory of GPUs
 };
 
-// One for each entry of providers(), in that order; api() must have loaded.
+// Returns one for each entry of providers(), in that order; api() must have loaded.
 [[nodiscard]] std::vector<Offer> list_offers(const FabricWish& wish);
 
 // One opened provider of one rank: its fabric, its domain, and how memory becomes reachable in it.
@@ -173,7 +173,7 @@ class Fabric {
   // Memory belongs to one endpoint.
   [[nodiscard]] bool binds_memory() const { return has_mode(FI_MR_ENDPOINT); }
 
-  // Why memory of GPUs cannot be registered; empty: it can. Set-up finds out.
+  // Returns why memory of GPUs cannot be registered; empty: it can. Set-up finds out.
   [[nodiscard]] const std::string& gpu_memory_obstacle() const { return gpu_memory_obstacle_; }
   void refuse_gpu_memory(std::string why) { gpu_memory_obstacle_ = std::move(why); }
 
@@ -223,16 +223,16 @@ struct Selection : Offer {
     const fi_info* offers, std::span<const std::string> wanted
 );
 
-// "0000:17:00.0"; empty: there is no card, or the provider does not say where.
+// Returns such as "0000:17:00.0"; empty: there is no card, or the provider does not say where.
 [[nodiscard]] std::string card_address(const fi_info& offer);
 
-// Index of the card. `device`: PCI address of the rank's GPU, or empty; `turn`: the rank's number
-// among those of its host.
+// Returns the index of the rank's card. `device`: PCI address of its GPU, or empty; `turn`: the
+// rank's number among those of its host.
 [[nodiscard]] size_t choose_card(
     const HostMap& map, std::string_view device, std::span<const std::string> cards, size_t turn
 );
 
-// Cores for the threads that look after a card, or where it is not known those near the GPU.
+// Returns cores for the threads that poll a card: those near it, or, if unknown, near the GPU.
 [[nodiscard]] std::vector<int> cores_for(const fi_info& offer, std::string_view device);
 
 }  // namespace weft::ofi

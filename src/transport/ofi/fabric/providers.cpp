@@ -63,13 +63,13 @@ Info make_hints(const Provider& provider, const FabricWish& wish, bool has_gpu_m
   return hints;
 }
 
-// An error's text without the place in the source.
+// Returns an error's text without the place in the source.
 std::string plain_text(const Error& error) {
   const std::string text = error.what();
   return text.substr(0, text.rfind(" at "));
 }
 
-// Why this rank does not ask for it.
+// Returns why this rank does not ask for memory of GPUs; empty: it does.
 std::string gpu_memory_obstacle(const Provider& provider, const FabricWish& wish) {
   if (!wish.has_gpu) {
     return "this rank has no GPU";
@@ -85,7 +85,7 @@ std::string gpu_memory_obstacle(const Provider& provider, const FabricWish& wish
   return {};
 }
 
-// Asks libfabric and takes a card. Throws Error for what can be said better than libfabric does.
+// Asks libfabric for an offer on one card. Throws Error for what libfabric would say less well.
 void query(const Provider& provider, const FabricWish& wish, bool has_gpu_memory, Offer& offer) {
   const Info hints = make_hints(provider, wish, has_gpu_memory);
   const std::string address = provider.takes_address ? local_address(wish.address) : "";

@@ -22,8 +22,8 @@ constexpr size_t kReadAtOnce = 32;
 constexpr size_t kMostTakenNames = 16;
 constexpr size_t kCompletionRoom = 16384;  // a guess; providers hold more back themselves
 
-// Memory of GPUs is moved by cards or not at all. Providers that do not know the option are taken
-// to have no other way. -> 0 or libfabric's error.
+// Has memory of GPUs moved by cards or not at all. Providers that do not know the option are taken
+// to have no other way. Returns 0 or libfabric's error.
 int require_cards(fid_ep& endpoint) {
   const int wanted = FI_HMEM_P2P_REQUIRED;
   const int result =
@@ -31,7 +31,7 @@ int require_cards(fid_ep& endpoint) {
   return result == -FI_ENOPROTOOPT || result == -FI_ENOSYS ? 0 : result;
 }
 
-// The element that stands at this address; null: none of them.
+// Returns the element that stands at this address; null: none does.
 template <class Element>
 Element* element_at(std::vector<Element>& elements, void* address) {
   auto* const at = static_cast<Element*>(address);
@@ -40,7 +40,7 @@ Element* element_at(std::vector<Element>& elements, void* address) {
 
 }  // namespace
 
-// The first gap that is large enough: memory that was used last is the likeliest to be in a cache.
+// Takes the first gap that is large enough: memory used last is the likeliest to be in a cache.
 std::optional<uint64_t> BounceRoom::take(uint64_t bytes) {
   const uint64_t rounded = (bytes + 63) / 64 * 64;
   uint64_t begin = 0;
@@ -332,7 +332,7 @@ void Queue::handle(const fi_cq_data_entry& entry) {
     return;
   }
   Receive* const receive = element_at(receives_, entry.op_context);
-  // A plain message can carry data too, from whoever can connect; a write needs the key of a
+  // A plain message can carry data too, from any process that connects; a write needs the key of a
   // region.
   const uint64_t write_with_data = FI_REMOTE_CQ_DATA | FI_REMOTE_WRITE;
   if ((entry.flags & write_with_data) == write_with_data) {

@@ -32,7 +32,7 @@ class Immediate {
       : signal_bits_(static_cast<unsigned>(std::bit_width(num_signals))),
         amount_bits_(data_bytes >= 8 ? 32U : 32U - signal_bits_) {}
 
-  // Puts that one write may stand for; 0: the signals do not fit.
+  // Returns how many puts one write may stand for; 0: the signals do not fit.
   [[nodiscard]] uint64_t max_amount() const { return (uint64_t{1} << amount_bits_) - 1; }
   [[nodiscard]] uint64_t encode(uint32_t signal, uint64_t amount) const {
     return signal | (amount << signal_bits_);
@@ -71,8 +71,8 @@ struct Message {
 class BounceRoom {
  public:
   explicit BounceRoom(uint64_t bytes) : bytes_(bytes) {}
-  // The offset of `bytes` in one piece, at a multiple of 64; empty: not now. At most the whole room
-  // fits at all.
+  // Returns the offset of `bytes` in one piece, at a multiple of 64; empty: no room now. More than
+  // the whole room never fits.
   [[nodiscard]] std::optional<uint64_t> take(uint64_t bytes);
   void give_back(uint64_t offset) { taken_.erase(offset); }
 
@@ -85,14 +85,14 @@ constexpr size_t kMaxFlying = 256;    // operations in flight of a queue
 constexpr size_t kNumReceives = 128;  // messages that may come to a queue between two polls
 
 // Receiver of what a queue finds out while it is polled. Called with the queue locked: be quick,
-// never call it.
+// never call the queue.
 class QueueEvents {
  public:
   virtual void on_put(uint64_t immediate) = 0;
   virtual void on_message(const Message& message) = 0;
   // An operation to `rank` failed (-1: the queue itself).
   virtual void on_failure(int rank, const char* call, int error) = 0;
-  // Is called after some of these, before the queue is unlocked.
+  // Is called after some of the others, before the queue is unlocked.
   virtual void on_batch_end() = 0;
 
  protected:
@@ -134,11 +134,11 @@ class Queue {
   [[nodiscard]] fid_ep* endpoint() const { return endpoint_.get(); }
 
   // --- any thread ---
-  // An operation to `rank` with `bytes` of room for a copy; null: not now.
+  // Takes an operation to `rank` with `bytes` of room for a copy; null: not now.
   [[nodiscard]] Operation* start(int rank, uint64_t bytes, Pending pending = nullptr);
   [[nodiscard]] std::byte* room(const Operation& operation) const;
   [[nodiscard]] void* room_descriptor() const;
-  // 0, or libfabric's negative error; -FI_EAGAIN: not now.
+  // Returns 0, or libfabric's negative error; -FI_EAGAIN: not now.
   [[nodiscard]] int64_t post(Operation& operation, const Write& write);
   void abandon(Operation& operation);
   static constexpr int64_t kNoRoom = 1;  // too much is in flight
@@ -149,11 +149,11 @@ class Queue {
   size_t poll();
   // Does the same, but returns 0 at once while another thread polls or posts.
   size_t try_poll();
-  // Nothing will be handled any more, for this reason.
+  // Makes the queue handle nothing any more, and gives the reason to `events`.
   void break_off(const char* call, int error);
   // Calls of poll() and try_poll() so far; wraps.
   [[nodiscard]] uint32_t num_polls() const { return num_polls_.load(std::memory_order_relaxed); }
-  // Operations in flight.
+  // Returns how many operations are in flight.
   [[nodiscard]] uint32_t num_flying() const {
     return std::accumulate(flying_to_.begin(), flying_to_.end(), 0U);
   }
@@ -162,7 +162,7 @@ class Queue {
   }
 
   // --- for the progress thread ---
-  // Descriptor to wait for with poll(2), -1 if the provider has none.
+  // Returns the descriptor to wait for with poll(2), -1 if the provider has none.
   [[nodiscard]] int descriptor() const { return descriptor_; }
   // Returns whether waiting for the descriptor is safe now.
   [[nodiscard]] bool may_sleep();
