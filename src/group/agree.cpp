@@ -19,7 +19,7 @@ std::string_view text_of(std::span<const std::byte> bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-// One byte of code and the text; empty: all went well.
+// Returns one byte of code and the text.
 Bytes encode(ErrorCode code, const std::string& text) {
   Bytes block(1 + text.size());
   block[0] = static_cast<std::byte>(code);
@@ -27,7 +27,7 @@ Bytes encode(ErrorCode code, const std::string& text) {
   return block;
 }
 
-// The text ends with the place of the first failure; the place of the re-throw says nothing more.
+// Cuts off the place of the first failure; the re-throw adds its own.
 std::string without_place(std::string text) {
   if (const auto at = text.rfind(" at "); at != std::string::npos) {
     text.resize(at);

@@ -23,25 +23,25 @@
 
 namespace weft {
 
-// Collective: measures the topology. One caller per rank at a time; the function throws
+// Collective: measures the topology. One caller per rank at a time; `all_gather` throws
 // TimeoutError naming the ranks that did not call, PeerError for a rank that closed its side.
 [[nodiscard]] Group make_group(int rank, int num_ranks, AllGather all_gather);
 
-// The ranks `members` (ascending, the caller's among them) as a group of one domain, numbered from
-// 0. It speaks through `group`, so every rank of that makes a part of its own at the same time, and
-// all make the same calls on it.
+// Returns `members` (ascending, the caller's rank among them) as a group of one domain, numbered
+// from 0. The part speaks through `group`, so every rank of `group` makes a part at the same time,
+// and all make the same calls on it.
 [[nodiscard]] Group part_of(const Group& group, const std::vector<int>& members);
 
 // Returns the same ranks in the same places, who speak by `all_gather`.
 [[nodiscard]] Group with_control(const Group& group, AllGather all_gather);
 
-// Ranks that are threads of one process meet at a shared table. One function per rank; a rank that
-// has dropped the last copy of its own has left.
+// Returns one function per rank, for ranks that are threads of one process and share a table. A
+// rank that has dropped the last copy of its function has left.
 [[nodiscard]] std::vector<AllGather> make_local_control(
     int num_ranks, std::chrono::milliseconds timeout
 );
 
-// Ranks of a group. More have not even been simulated, and set-up tells every rank of every other.
+// Most ranks of a group. More were never even simulated, and set-up tells each rank of all others.
 inline constexpr int kMaxRanks = 16384;
 
 // run_forked() with another patience than the usual one, for tests.
@@ -83,7 +83,7 @@ inline void check_place(std::string_view verb, int rank, int num_ranks) {
   return {.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = transport};
 }
 
-// A trivially copyable value, as it travels.
+// Returns the bytes of a trivially copyable value, as they travel.
 template <class T>
 [[nodiscard]] std::span<const std::byte> value_bytes(const T& value) {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -111,7 +111,7 @@ T block_value(const Bytes& block, size_t rank, const Context& context) {
   return value;
 }
 
-// Collective: everybody's value, by rank. Throws what block_value() throws.
+// Collective: returns every rank's value, by rank. Throws what block_value() throws.
 template <class T>
 [[nodiscard]] std::vector<T> gather_values(const Group& group, const T& own) {
   std::vector<T> values;
@@ -122,7 +122,7 @@ template <class T>
   return values;
 }
 
-// Random bytes, fit for keys. Throws Error (kNotAvailable) if the system has none.
+// Returns random bytes, fit for keys. Throws Error (kNotAvailable) if the system has none.
 template <class T>
 [[nodiscard]] T random_value() {
   T value;
@@ -130,7 +130,7 @@ template <class T>
   return value;
 }
 
-// Ranks in messages, one at least: "rank 3", "ranks 1, 4 and 5"; of many, some and how many more.
+// Names ranks, one at least: "rank 3", "ranks 1, 4 and 5"; of many, some and how many more.
 [[nodiscard]] inline std::string rank_list(std::span<const int> ranks) {
   constexpr size_t kMostNamed = 16;
   WEFT_ASSERT(!ranks.empty());
@@ -165,8 +165,8 @@ struct Failure {
 }
 
 // Throws Error (kUnsupported) in a child that fork() made of process `maker`. The threads,
-// connections and shared memory of what it inherits are its parent's: it must neither use nor end
-// them.
+// connections and shared memory that the child inherits are its parent's: the child must neither
+// use nor end them.
 inline void check_maker(std::string_view verb, pid_t maker, const Context& context) {
   WEFT_CHECK(
       context,

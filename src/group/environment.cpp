@@ -22,14 +22,14 @@ using Text = std::optional<std::string>;
 
 constexpr const char* kLoopback = "127.0.0.1";
 
-// Next to MASTER_PORT, which torchrun's own store holds.
+// Distance of the port from MASTER_PORT, which torchrun's own store holds.
 constexpr int kTorchPortOffset = 17;
 
-// Ports derived from a job's name: below the ones that systems hand out by themselves.
+// Ports derived from a job's name lie below those that systems hand out by themselves.
 constexpr uint32_t kFirstJobPort = 20000;
 constexpr uint32_t kNumJobPorts = 12000;
 
-// Place of a rank as a launcher tells it. Without a port or an address the user has to give them.
+// Place of a rank as a launcher tells it. A port or an address that is missing the user must give.
 struct Placement {
   int rank = 0;
   int num_ranks = 1;
@@ -47,7 +47,7 @@ int job_port(const std::string& job) {
   return static_cast<int>(kFirstJobPort + hash % kNumJobPorts);
 }
 
-// The first of these that is set.
+// Returns the value of the first name that is set.
 template <class... Names>
 Text say(const Env& env, const Names*... names) {
   for (const char* name : {names...}) {
@@ -172,7 +172,7 @@ std::string random_text() {
   return fmt::format("{:02x}", fmt::join(random_value<std::array<uint8_t, kRandomBytes>>(), ""));
 }
 
-// Complete or not there: the file gets its name only when its text is in it, and a name that
+// Makes the file whole or not at all: it gets its name only when its text is in it, and a name that
 // another rank was first to take stays.
 void create_secret_file(const std::string& path) {
   const std::string draft = fmt::format("{}.{}.{}", path, getpid(), random_text().substr(0, 16));
@@ -252,7 +252,7 @@ Rendezvous rendezvous_from(const Env& env) {
 }
 
 std::string read_secret_file(const std::string& path) {
-  // Not to wait for somebody at the other end of a pipe.
+  // Does not wait for the other end if the file is a pipe.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file.is_open()) {
     fail(path, "cannot be read ({})", std::strerror(errno));

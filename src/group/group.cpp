@@ -78,7 +78,7 @@ Group part_of(const Group& group, const std::vector<int>& members) {
   for (const int member : members) {
     hosts.push_back(group.topology().host_of[static_cast<size_t>(member)]);
   }
-  // All ranks of the group call it; each hears the members of its own part.
+  // All ranks of the group call all_gather; each hears the members of its own part.
   const auto all_gather = [group, members](std::span<const std::byte> block) {
     std::vector<Bytes> blocks = group.all_gather(block);
     std::vector<Bytes> mine;

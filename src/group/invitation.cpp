@@ -34,7 +34,7 @@ nlohmann::json json_of(const Invitation& invitation) {
       {"token", invitation.token}};
 }
 
-// Every rank once, and a host for each.
+// True if the topology has every rank once, and a host for each.
 bool is_whole(const Invitation& invitation) {
   const Topology& topology = invitation.topology;
   const auto num_ranks = static_cast<size_t>(invitation.num_ranks);
@@ -52,7 +52,7 @@ bool is_whole(const Invitation& invitation) {
   return num_there == num_ranks && topology.host_of.size() == num_ranks;
 }
 
-// Nothing if it is none of this version.
+// Reads an invitation; nothing if it is none of this version.
 std::optional<Invitation> invitation_in(const std::string& bytes) {
   try {
     const nlohmann::json json = nlohmann::json::parse(bytes);  // which does not follow the nesting

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Facts that a process has to know to take the place of a rank that was lost: how it reaches the
-// others, and which ranks share memory.
+// Facts that a process needs to take the place of a rank that was lost: how it reaches the others,
+// and which ranks share memory.
 #pragma once
 
 #include <array>
@@ -26,11 +26,11 @@ struct Invitation {
   std::array<uint64_t, 4> token = {};
 
   [[nodiscard]] std::string text() const;
-  // Throws Error (kInvalidArgument) for what is no text of this version.
+  // Reads text(). Throws Error (kInvalidArgument) for what is no text of this version.
   [[nodiscard]] static Invitation from_text(std::string_view text);
 };
 
-// Returns the invitation of a group by Group::rejoin(); nothing for any other group.
+// Returns the invitation that Group::rejoin() made the group of; nothing for any other group.
 [[nodiscard]] std::optional<Invitation> invitation_of(const Group& group);
 
 }  // namespace weft

@@ -22,7 +22,7 @@ struct Stat {
   uint64_t begin = 0;      // in clock ticks since boot: no two processes of a pid have the same
 };
 
-// Returns what /proc says of a process; nothing if it does not.
+// Returns what /proc says of a process; nothing if it says nothing.
 std::optional<Stat> stat_of(int32_t pid) {
   const Descriptor fd(::open(fmt::format("/proc/{}/stat", pid).c_str(), O_RDONLY | O_CLOEXEC));
   std::array<char, 1024> text = {};

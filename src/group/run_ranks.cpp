@@ -28,7 +28,7 @@ namespace {
 
 constexpr timespec kTick = {0, 100'000'000};
 constexpr int kSignalStatus = 128;
-// Time in which two signals are one wish: who signals a process and its group reaches us twice.
+// Time in which two signals count as one request: to signal a process and its group sends us two.
 constexpr auto kOneWish = std::chrono::seconds(1);
 
 // While in scope, SIGCHLD, SIGINT and SIGTERM wait for sigtimedwait().
@@ -58,7 +58,7 @@ class HeldSignals {
     pthread_sigmask(SIG_SETMASK, &before_, nullptr);
   }
 
-  // The next signal, or nothing for a tick.
+  // Returns the next signal, or nothing after a tick.
   [[nodiscard]] std::optional<siginfo_t> next() const {
     siginfo_t info = {};
     return sigtimedwait(&held_, &info, &kTick) > 0 ? std::optional(info) : std::nullopt;
@@ -136,7 +136,7 @@ class Nursery {
   }
 
  private:
-  // True while some still run.
+  // Collects the children that have ended. True while some still run.
   bool reap() {
     for (size_t i = 0; i < pids_.size(); ++i) {
       int status = 0;
@@ -197,7 +197,7 @@ std::vector<int> run_forked(
   Rendezvous rendezvous = {.rank = 0, .num_ranks = num_ranks};
   rendezvous.secret.assign(secret.begin(), secret.end());
   rendezvous.timeout = Env::read().timeout;
-  // Open before anyone can knock, so no other program can take the port.
+  // The port is open before any rank connects, so no other program can take it.
   Socket listener = listen_on(rendezvous.address, 0, {});
   rendezvous.port = port_of(listener);
   check_rendezvous(rendezvous);

@@ -32,8 +32,8 @@ void* map_at(void* address, int fd, uint64_t bytes) {
   return ::mmap(address, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
 }
 
-// Address space a large page too long, then what is wanted on the boundary inside it, then the ends
-// given back.
+// Takes address space a large page too long, maps what is wanted on the boundary inside it, and
+// gives the ends back.
 void* map_on_boundary(int fd, uint64_t bytes) {
   const uint64_t span = (bytes + 4095) / 4096 * 4096 + kLargePageBytes;
   void* const space =
@@ -62,7 +62,7 @@ void* map_on_boundary(int fd, uint64_t bytes) {
 constexpr std::string_view kName = "weft";
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// A system call that was interrupted, or shall be tried again, is made again.
+// Repeats a system call that was interrupted or is to be tried again.
 template <class SystemCall>
 int repeated(const SystemCall& call) {
   int result = call();
@@ -138,8 +138,8 @@ void make_private(std::byte* data, uint64_t bytes) {
   );
 }
 
-// Every page is made present at once: faults taken one by one cost more than the zeroing. For 256
-// MiB (Xeon at 2.3 GHz in a virtual machine, 2026-11-20) first touch of lazy pages takes 148 ms.
+// Makes every page present at once: faults taken one by one cost more than the zeroing. For 256 MiB
+// (Xeon at 2.3 GHz in a virtual machine, 2026-11-20) first touch of lazy pages takes 148 ms.
 SharedMemory SharedMemory::create(uint64_t bytes) {
   WEFT_CHECK_ARG(Context{}, bytes > 0, "allocate: 0 B of shared memory (at least 1)");
   Descriptor fd(WEFT_SYS(
@@ -167,7 +167,7 @@ SharedMemory SharedMemory::create(uint64_t bytes) {
   return memory;
 }
 
-// Populating the peer's mapping: 16 ms for 256 MiB instead of 80 ms of faults (as above).
+// Populates the mapping of a peer's memory: 16 ms for 256 MiB, not 80 ms of faults (as above).
 SharedMemory SharedMemory::open(const SharedMemoryRef& ref, bool is_handed_on) {
   const std::string path = fmt::format("/proc/{}/fd/{}", ref.pid, ref.fd);
   std::array<char, PATH_MAX> name = {};

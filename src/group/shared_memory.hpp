@@ -33,7 +33,7 @@ bool populate_pages(std::byte* data, uint64_t bytes);
 // contents. Throws Error (kOutOfMemory).
 void make_private(std::byte* data, uint64_t bytes);
 
-// Reference by which another process maps it; trivially copyable, travels between ranks.
+// Reference by which another process maps the memory; trivially copyable, travels between ranks.
 struct SharedMemoryRef {
   uint64_t bytes = 0;
   uint64_t inode = 0;  // guards against a reused pid or descriptor
@@ -46,7 +46,7 @@ struct SharedMemoryRef {
 class SharedMemory {
  public:
   SharedMemory() = default;
-  // Zero-filled. Throws Error (kOutOfMemory).
+  // Returns zero-filled memory. Throws Error (kOutOfMemory).
   [[nodiscard]] static SharedMemory create(uint64_t bytes);
   // Maps another process's (or this one's) memory by /proc/<pid>/fd. Throws Error (kNotAvailable)
   // with the reason, also for a file that is no such memory. `is_handed_on`: ref() is then this
@@ -60,7 +60,7 @@ class SharedMemory {
  private:
   Pages data_;
   SharedMemoryRef ref_ = {};
-  Descriptor fd_;  // of the creator and of who hands it on
+  Descriptor fd_;  // only the creator and a process that hands it on have one
 };
 
 }  // namespace weft

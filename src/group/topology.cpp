@@ -146,7 +146,7 @@ struct Card {
   std::array<std::byte, 1024> outcome = {};
 };
 
-// `probe` lives as long as others may map it.
+// Makes `probe` and a card that names it. `probe` must live as long as others may map it.
 Card make_card(const RanksPerDomain& read_ranks_per_domain, SharedMemory& probe) {
   Card card;
   const Bytes outcome = outcome_of([&] {
@@ -163,8 +163,8 @@ Card make_card(const RanksPerDomain& read_ranks_per_domain, SharedMemory& probe)
   return card;
 }
 
-// Throws if a card is one of another version, which a group over the caller's own control plane
-// hears of only here, of a rank that could not make it, or of another setting.
+// Returns all cards. Throws for a card of another version, which a group over the caller's own
+// control plane meets only here, of a rank that could not make its card, or of another setting.
 std::vector<Card> swap_cards(const AllGather& all_gather, const Card& own, const Context& context) {
   std::vector<Card> cards;
   for (const Bytes& block : all_gather(std::as_bytes(std::span(&own, 1)))) {
@@ -202,7 +202,7 @@ std::vector<Card> swap_cards(const AllGather& all_gather, const Card& own, const
   return cards;
 }
 
-// Why this rank cannot; empty: it can.
+// Returns why this rank cannot map the card's probe; empty: it can.
 std::string map_obstacle(const Card& card) {
   try {
     const SharedMemory memory = SharedMemory::open(card.probe);
@@ -214,7 +214,7 @@ std::string map_obstacle(const Card& card) {
   }
 }
 
-// Logs, on one rank, that two of a host share no memory, so that a network joins them.
+// Logs, on one rank, that two ranks of a host share no memory, so that a network joins them.
 void tell_apart(
     const Reach& reach,
     const std::vector<Card>& cards,
@@ -242,7 +242,7 @@ void tell_apart(
   }
 }
 
-// The second exchange also tells that nobody needs the probes any more.
+// Returns who maps whom. The exchange of this also tells that no rank needs the probes any more.
 Reach swap_rows(
     const AllGather& all_gather, const std::vector<Card>& cards, const Context& context
 ) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks that share memory. What is measured travels once; the rest is pure, so that every rank
-// derives the same.
+// Finds which ranks share memory. What is measured travels once; the rest is pure, so that every
+// rank derives the same.
 #pragma once
 
 #include <array>
@@ -19,12 +19,12 @@ namespace weft {
 // reach[a][b] != 0: rank a mapped rank b's memory. Square.
 using Reach = std::vector<std::vector<uint8_t>>;
 
-// Ranks that all reach each other, both ways: each rank joins the first domain, by lowest member,
-// all of whose ranks it can.
+// Returns sets of ranks that all reach each other, both ways: each rank joins the first domain, by
+// lowest member, all of whose ranks it reaches so.
 [[nodiscard]] std::vector<std::vector<int>> domains_of(const Reach& reach);
 
 // Cuts each domain into runs of `ranks_per_domain`; a group of fewer ranks stays as it is. Throws
-// Error (kInvalidArgument) if that does not divide a domain's size.
+// Error (kInvalidArgument) if `ranks_per_domain` does not divide a domain's size.
 [[nodiscard]] std::vector<std::vector<int>> split_domains(
     const std::vector<std::vector<int>>& domains, int ranks_per_domain, const Context& context
 );
@@ -33,13 +33,13 @@ using Reach = std::vector<std::vector<uint8_t>>;
     std::vector<std::vector<int>> domains, std::vector<std::string> host_of, bool one_process
 );
 
-// Threads of this process: nothing to measure.
+// Returns the topology of ranks that are threads of this process: nothing is measured.
 [[nodiscard]] Topology local_topology(int num_ranks, std::optional<int> ranks_per_domain);
 
 using RanksPerDomain = std::function<std::optional<int>()>;
 
-// Collective. Maps every other rank's probe and compares notes. What the setting's reader throws on
-// one rank is thrown on all.
+// Collective. Maps every other rank's probe and gathers which ranks could. What
+// `read_ranks_per_domain` throws on one rank is thrown on all.
 [[nodiscard]] Topology probe_topology(
     const AllGather& all_gather, const RanksPerDomain& read_ranks_per_domain, const Context& context
 );

@@ -18,7 +18,7 @@ IoState take(const Socket& socket, Message& message, size_t& done) {
   return receive_some(socket, std::as_writable_bytes(std::span(&message, 1)), done);
 }
 
-// So few bytes fit the buffer of a fresh connection: no wait. A failure is found by who reads.
+// Sends without a wait, as so few bytes fit a fresh connection's buffer. Reading finds a failure.
 template <class Message>
 void send(const Socket& socket, const Message& message) {
   const Deadline now(std::chrono::milliseconds(0));
@@ -146,7 +146,7 @@ std::vector<pollfd> Door::wanted() const {
 
 std::vector<Guest> Door::let_in() {
   has_no_room_ = false;
-  // So few before all are looked at that whoever comes last finds those before him heard.
+  // Accepts so few before all are read that earlier connections are read before the last of them.
   for (size_t i = 0; i < std::max<size_t>(most_ / 16, 1) && accept_one(); ++i) {
   }
   std::vector<Guest> proven;
@@ -194,7 +194,7 @@ bool Door::accept_one() {
   return true;
 }
 
-// Shows out who has waited longest, of those who have not even greeted if there are any.
+// Drops the connection that has waited longest, of those without a greeting if there are any.
 void Door::show_out_one() {
   const auto silent = std::ranges::find_if_not(guests_, &Guest::has_greeted);
   const auto one = silent == guests_.end() ? guests_.begin() : silent;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The handshake (handshake.hpp) over TCP, as its bytes come: a Knock is the side that connects, a
-// Door the side that listens. Neither ever waits.
+// Door the side that listens, a Guest one connection to a Door. None ever waits but for finish().
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,7 @@
 
 namespace weft {
 
-// Honest ranks answer at once.
+// Longest time of a handshake; ranks answer at once.
 inline constexpr std::chrono::milliseconds kHandshakeTime = std::chrono::seconds(5);
 
 enum class TalkState : uint8_t {
@@ -35,17 +35,17 @@ class Knock {
 
   // Does what can be done by now.
   [[nodiscard]] TalkState advance();
-  // Waits until it is no more kWaiting.
+  // Waits until advance() no longer returns kWaiting.
   [[nodiscard]] TalkState finish();
   [[nodiscard]] pollfd wanted() const;
   [[nodiscard]] bool has_connected() const { return handshake_.has_value(); }
-  // Why it is kGone.
+  // Returns why advance() returned kGone.
   [[nodiscard]] const std::string& problem() const { return problem_; }
   [[nodiscard]] Socket take_socket() { return std::move(socket_); }
 
  private:
   [[nodiscard]] TalkState fail(std::string problem);
-  // After a part has not come whole.
+  // Returns the state after a part that has not come whole.
   [[nodiscard]] TalkState wait(IoState state, std::string problem);
 
   Endpoint endpoint_;
@@ -62,7 +62,7 @@ class Knock {
   std::string problem_;
 };
 
-// A connection to a door that has not yet proven the secret: a rank, or a stranger.
+// A connection to a Door that has not yet proven the secret: a rank's, or a stranger's.
 class Guest {
  public:
   Guest(Socket socket, std::string host) : socket_(std::move(socket)), host_(std::move(host)) {}
@@ -73,7 +73,7 @@ class Guest {
   [[nodiscard]] Socket take_socket() { return std::move(socket_); }
   [[nodiscard]] const std::string& host() const { return host_; }
   [[nodiscard]] bool has_greeted() const { return handshake_.has_value(); }
-  // True only of a proven guest.
+  // Returns the claim, which is true only after kProven.
   [[nodiscard]] const Claim& claim() const { return hello_.claim; }
 
  private:
@@ -88,25 +88,25 @@ class Guest {
   Hello hello_;
 };
 
-// A listener and its guests. Strangers hold no more than `most` places and no file that somebody
-// else needs: one who has said nothing gives way to who comes.
+// A listener and its unproven connections. Strangers hold no more than `most` places and no file
+// that a rank needs: a connection that has sent nothing gives way to a new one.
 class Door {
  public:
-  // Guests that came and proved nothing: their number, and of each kind a few.
+  // Connections that proved nothing: their number, and of each kind a few.
   struct Strangers {
     uint64_t number = 0;
     std::vector<std::string> hosts;
-    std::vector<int> other_secret;  // what they call themselves
+    std::vector<int> other_secret;  // ranks that they claim
     bool had_too_few_files = false;
   };
 
   Door(Socket listener, const Point& secret, size_t most);
 
-  // For poll().
+  // Returns what to poll() for.
   [[nodiscard]] std::vector<pollfd> wanted() const;
-  // Lets some in of those who wait, and hears all. -> those who have proven the secret
+  // Accepts some new connections, and reads all. Returns those that have proven the secret.
   [[nodiscard]] std::vector<Guest> let_in();
-  // Nobody could be let in, for the last time, as this process has no file left for one guest.
+  // The last let_in() accepted none, as this process has no file left even for one connection.
   [[nodiscard]] bool is_stuck() const {
     return has_no_room_ && strangers_.had_too_few_files && guests_.empty();
   }
@@ -116,7 +116,7 @@ class Door {
   static constexpr size_t kMostNotes = 4;
 
  private:
-  // False: nobody waits, or there is no file for him.
+  // False: no connection is pending, or there is no file for it.
   [[nodiscard]] bool accept_one();
   void show_out_one();
   void note_stranger(const Guest& guest);
@@ -124,7 +124,7 @@ class Door {
   Socket listener_;
   Point secret_;
   size_t most_;
-  std::vector<Guest> guests_;  // who has come first is first
+  std::vector<Guest> guests_;  // in the order in which they came
   Strangers strangers_;
   bool has_no_room_ = false;
 };

@@ -7,7 +7,7 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kMaxFrameBytes = uint64_t{1} << 32;
-// A frame's memory grows by so much as its bytes come, so that a header by itself takes none.
+// A frame's memory grows by this much as its bytes come, so that a header alone takes none.
 constexpr uint64_t kGrowth = uint64_t{1} << 20;
 constexpr auto kFailureSendTime = std::chrono::seconds(1);
 

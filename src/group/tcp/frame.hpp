@@ -65,15 +65,15 @@ class FrameReader {
 );
 // Best effort: a peer that cannot be told will see the connection close.
 void send_failure(const Socket& socket, const Failure& failure);
-// A kFailure frame as a failure; nothing for any other.
+// Returns the failure in a kFailure frame; nothing for any other frame.
 [[nodiscard]] std::optional<Failure> failure_in(const Frame& frame);
 
 // Waits for the next frame of one peer.
 [[nodiscard]] IoState receive_frame(const Socket& socket, Frame& frame, const Deadline& deadline);
 
-// | bytes u64 of each block | blocks ... |
+// Packs blocks as | bytes u64 of each block | blocks ... |
 [[nodiscard]] Bytes pack_blocks(std::span<const Bytes> blocks);
-// Nothing if the bytes are not `num_blocks` packed blocks.
+// Returns the blocks; nothing if the bytes are not `num_blocks` packed blocks.
 [[nodiscard]] std::optional<std::vector<Bytes>> unpack_blocks(
     std::span<const std::byte> packed, int num_blocks
 );

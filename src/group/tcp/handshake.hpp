@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How two ranks prove to each other that they hold the same secret, which nobody learns by it.
+// How two ranks prove to each other that they hold the same secret, without revealing it.
 //
 //   rank r -> rank 0   Greeting   magic, key share r
 //   rank 0 -> rank r   Greeting   magic, key share 0
@@ -9,8 +9,8 @@
 // This is a balanced password-authenticated key exchange (as CPace, on ristretto255): a key share
 // is a random multiple of a point that the secret determines, and only who knows the point gets the
 // same key from both shares. So nothing that travels, and no answer to a share of one's own making,
-// lets anybody try secrets by himself: each connection tries one. The side that connects proves
-// first, and whoever does not prove the secret gets no proof in return.
+// lets an attacker try secrets offline: each connection tries one. The side that connects proves
+// first, and a side that does not prove the secret gets no proof in return.
 //
 // The proofs keep strangers out; what follows is neither encrypted nor signed.
 #pragma once
@@ -29,7 +29,7 @@ using Proof = std::array<unsigned char, 32>;
 
 inline constexpr Magic kMagic = {'w', 'e', 'f', 't', '-', 'r', 'v', '4'};
 
-// Stays as it is in every version, so that versions can be compared.
+// The greeting is the same in every version, so that versions can be compared.
 struct Greeting {
   Magic magic = kMagic;
   Point share = {};
@@ -47,8 +47,8 @@ struct Hello {
   Proof proof = {};
 };
 
-// The point that a secret determines. Throws Error (kNotAvailable) if the system gives no random
-// numbers.
+// Returns the point that a secret determines. Throws Error (kNotAvailable) if the system gives no
+// random numbers.
 [[nodiscard]] Point point_of(std::string_view secret);
 
 // One side of one conversation.
@@ -58,9 +58,9 @@ class Handshake {
 
   Handshake(const Point& secret, Side side);
   [[nodiscard]] const Greeting& greeting() const { return own_; }
-  // Takes the other side's greeting. False: it is none.
+  // Takes the other side's greeting; false: `other` is none.
   [[nodiscard]] bool hear(const Greeting& other);
-  // Proves the claim as one side; after hear().
+  // Returns `side`'s proof of the claim; after hear().
   [[nodiscard]] Proof prove(Side side, const Claim& claim) const;
   [[nodiscard]] bool is_proven(Side side, const Claim& claim, const Proof& proof) const;
 

@@ -49,7 +49,7 @@ std::vector<HostAddress> host_addresses() {
   return addresses;
 }
 
-// `network`: "10.1.0.0/16", or "10.1.2.3" for only itself.
+// True if the address is in `network`: "10.1.0.0/16", or "10.1.2.3" for only that address.
 bool is_in(const HostAddress& address, const std::string& network) {
   const int family = address.is_ipv6() ? AF_INET6 : AF_INET;
   const unsigned max_bits = address.is_ipv6() ? 128 : 32;

@@ -6,9 +6,9 @@
 
 namespace weft {
 
-// The numeric address that `wanted` means here: empty is 127.0.0.1; else an interface ("eth0"), an
-// address of this host ("10.1.2.3") or a network ("10.1.0.0/16", the first address in it), so that
-// one setting, WEFT_FABRIC_ADDRESS, serves all hosts. Throws Error (kNotAvailable) with the
+// Returns the numeric address that `wanted` means here: 127.0.0.1 if empty; else of an interface
+// ("eth0"), an address of this host ("10.1.2.3"), or the first in a network ("10.1.0.0/16"), so
+// that one setting, WEFT_FABRIC_ADDRESS, serves all hosts. Throws Error (kNotAvailable) with the
 // addresses that there are.
 [[nodiscard]] std::string local_address(const std::string& wanted);
 

@@ -18,7 +18,7 @@ namespace {
 
 // --- rank 0's side ---
 
-// Strangers can hold no more places than this.
+// Most connections without a proof at a time.
 constexpr size_t kMaxGuests = 1024;
 // Idle sockets are checked this often.
 constexpr auto kTick = std::chrono::milliseconds(250);
@@ -97,7 +97,7 @@ class Admission {
     return text;
   }
 
-  // Sleeps until something happens, then lets some new guests in and hears all.
+  // Sleeps until something happens, then accepts some new connections and reads all.
   void wait(const Deadline& deadline) {
     std::vector<pollfd> entries = door_.wanted();
     for (const Socket& socket : joined_) {
@@ -117,12 +117,12 @@ class Admission {
       const Failure failure = {ErrorCode::kInvalidArgument, std::move(text)};
       const int num_ranks = std::max(rendezvous_.num_ranks, guest.claim().num_ranks);
       send_failure(guest.socket(), failure);
-      end(failure, num_ranks - 2);  // without rank 0 and the guest
+      end(failure, num_ranks - 2);  // without rank 0 and the rank just told
     }
     joined_[static_cast<size_t>(guest.claim().rank)] = guest.take_socket();
   }
 
-  // Why a proven guest cannot join; empty: it can.
+  // Returns why a proven connection cannot join; empty: it can.
   [[nodiscard]] std::string conflict(const Claim& claim) const {
     if (claim.version != kProtocolVersion) {
       return fmt::format(
@@ -153,7 +153,7 @@ class Admission {
     return {};
   }
 
-  // Joined ranks are silent until they are welcome: anything to read is the end of one.
+  // Ends the group if a joined rank has left: until welcome, ranks send nothing but their end.
   void check_joined() {
     for (int rank = 1; rank < rendezvous_.num_ranks; ++rank) {
       Socket& socket = joined_[static_cast<size_t>(rank)];
@@ -166,7 +166,7 @@ class Admission {
     }
   }
 
-  // Tells those who joined, and for a while those who still come, until `num_others` know.
+  // Tells the ranks that joined, and for a while those that still come, until `num_others` know.
   [[noreturn]] void end(const Failure& failure, int num_others) {
     for (Socket& socket : joined_) {
       if (socket.is_open()) {
@@ -238,7 +238,7 @@ class Joining {
   }
 
  private:
-  // Not open if it is worth another try; then `problem_` says what went wrong.
+  // Tries to connect. The socket is not open if another try may help; `problem_` then says why.
   Socket attempt(const Endpoint& endpoint, const Deadline& deadline) {
     const Claim claim = {kProtocolVersion, rendezvous_.rank, rendezvous_.num_ranks};
     Knock knock(endpoint, secret_, claim, deadline);
@@ -254,7 +254,7 @@ class Joining {
     return state == TalkState::kProven ? knock.take_socket() : Socket();
   }
 
-  // From here on rank 0 decides how long to wait for the others.
+  // Waits for rank 0, which from here on decides how long to wait for the others.
   void await_welcome(const Socket& socket) const {
     Frame frame;
     const Milliseconds time = patience(rendezvous_.timeout);

@@ -52,8 +52,8 @@ bool wait_for(const Socket& socket, short events, const Deadline& deadline) {
   }
 }
 
-// While nobody listens on an ephemeral port of this host, a connection to it may meet itself, and
-// then keep rank 0 from listening there.
+// While no process listens on an ephemeral port of this host, a connection there may meet itself,
+// and then keep rank 0 from listening there.
 bool is_connected_to_itself(const Socket& socket, const Endpoint& peer) {
   const Endpoint own = local_endpoint(socket);
   if (own.size != peer.size || std::memcmp(&own.address, &peer.address, own.size) != 0) {

@@ -22,10 +22,10 @@ struct Endpoint {
   socklen_t size = 0;
 };
 
-// "127.0.0.1:5000", "[::1]:5000"
+// Returns "127.0.0.1:5000", "[::1]:5000".
 [[nodiscard]] std::string endpoint_text(const std::string& address, int port);
 
-// All endpoints of a name or number. Throws Error (kInvalidArgument) naming the address.
+// Returns all endpoints of a name or number. Throws Error (kInvalidArgument) naming the address.
 [[nodiscard]] std::vector<Endpoint> resolve(
     const std::string& address, int port, const Context& context
 );
@@ -35,15 +35,15 @@ struct Endpoint {
 // a free one. Throws Error (kNotAvailable), e.g. when the port is taken.
 [[nodiscard]] Socket listen_on(const std::string& address, int port, const Context& context);
 [[nodiscard]] int port_of(const Socket& listener);
-// A waiting connection, and the numeric address of the host that it comes from. Not open if there
+// Accepts a waiting connection; `host` is the numeric address that it comes from. Not open if there
 // is none, or no file for it; errno says which.
 [[nodiscard]] Socket accept_from(const Socket& listener, std::string& host);
-// Begins an attempt. Not open on failure; errno says why.
+// Begins an attempt to connect. Not open on failure; errno says why.
 [[nodiscard]] Socket begin_connect(const Endpoint& endpoint);
-// One attempt, to its end. Not open on failure; errno says why.
+// Makes one attempt to connect, to its end. Not open on failure; errno says why.
 [[nodiscard]] Socket connect_to(const Endpoint& endpoint, const Deadline& deadline);
 
-// False when the deadline passed.
+// Waits for bytes or the end of the connection; false when the deadline passed.
 [[nodiscard]] bool wait_readable(const Socket& socket, const Deadline& deadline);
 
 enum class IoState : uint8_t { kDone, kMore, kClosed };
@@ -53,7 +53,7 @@ enum class IoState : uint8_t { kDone, kMore, kClosed };
 
 // Fills `bytes` from `done` on as far as possible without waiting.
 [[nodiscard]] IoState receive_some(const Socket& socket, std::span<std::byte> bytes, size_t& done);
-// kMore: the deadline passed.
+// These send and receive all of `bytes`. kMore: the deadline passed.
 [[nodiscard]] IoState send_all(
     const Socket& socket, std::span<const std::byte> bytes, const Deadline& deadline
 );

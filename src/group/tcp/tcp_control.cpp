@@ -80,7 +80,7 @@ class TcpRoot {
     }
   }
 
-  // The group has ended: every rank is told, and every later call says the same.
+  // Ends the group: every rank is told, and every later call says the same.
   [[noreturn]] void fail(Failure failure) {
     failure_ = std::move(failure);
     for (int rank = 1; rank < context_.num_ranks; ++rank) {
@@ -130,7 +130,7 @@ class TcpPeer {
   }
 
  private:
-  // Closing lets rank 0 know.
+  // Ends the group here; closing the connection lets rank 0 know.
   [[noreturn]] void fail(Failure failure) {
     failure_ = std::move(failure);
     root_.close();
