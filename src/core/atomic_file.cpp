@@ -39,7 +39,7 @@ std::string target_of(const std::string& path) {
   return target.string();
 }
 
-// A device or a pipe is written to, never replaced.
+// True for a device or a pipe, which is written to, never replaced.
 bool is_special(const std::string& path) {
   struct stat info = {};
   return ::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode);
@@ -96,7 +96,7 @@ NextFile::NextFile(const std::string& path)
     if (::flock(file_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
       fail("save", unfinished_, "another process is making it");
     }
-    if (!is_new) {  // left by a crash, as nobody holds it; unless another maker was here first
+    if (!is_new) {  // left by a crash, as no process holds it; unless another maker was first
       if (is_at_its_name() && ::unlink(unfinished_.c_str()) != 0) {
         fail("save", unfinished_, errno);
       }

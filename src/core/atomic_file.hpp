@@ -15,8 +15,8 @@ namespace weft {
 
 // The next version of a file, "<path>.unfinished" beside it until commit() gives it the name.
 //
-// It is created anew and never opened through a link, and its maker holds a lock on it, so nobody
-// else's bytes get into it; what a crash has left under that name is removed. Where the path is a
+// It is created anew and never opened through a link, and its maker holds a lock on it, so no other
+// process writes into it; what a crash has left under that name is removed. Where the path is a
 // link, the file that it leads to is replaced and the link stays; mode and owner stay, too. Throws
 // Error (kFile) naming the path: for what is there and no regular file, and where another process
 // is making the same file.
@@ -27,7 +27,7 @@ class NextFile {
   NextFile(const std::string& path, uint64_t number);
   NextFile(const NextFile&) = delete;
   NextFile& operator=(const NextFile&) = delete;
-  // Without a commit() the maker removes it.
+  // Removes the unfinished file if its maker has not called commit().
   ~NextFile();
 
   [[nodiscard]] uint64_t number() const;  // tells it from other files of that name
@@ -54,8 +54,8 @@ void write_file_atomically(const std::string& path, std::string_view bytes);
 // written there later: no folder, no right to write, a folder in its place.
 void check_writable(const std::string& path);
 
-// Throws Error (kFile) naming the path; also for a device, and for more than `most` bytes or a
-// quarter of the memory that is available, whichever is less.
+// Returns a file's text. Throws Error (kFile) naming the path; also for a device, and for more
+// than `most` bytes or a quarter of the memory that is available, whichever is less.
 [[nodiscard]] std::string read_whole_file(
     const std::string& path, uint64_t most = uint64_t{1} << 36
 );

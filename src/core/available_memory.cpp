@@ -13,8 +13,8 @@
 namespace weft {
 namespace {
 
-// Read without streams: a program that holds a second C++ library, as extensions of Python may
-// bring one, can leave a stream without the locale that it reads numbers and lines by.
+// Reads a file without streams: a program that holds a second C++ library, as extensions of Python
+// may bring one, can leave a stream without the locale that it reads numbers and lines by.
 std::string text_of(const std::string& path) {
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(
       std::fopen(path.c_str(), "re"), &std::fclose
@@ -27,7 +27,7 @@ std::string text_of(const std::string& path) {
   return text;
 }
 
-// The number that `text` begins with after blanks; "max" is none.
+// Returns the number that `text` begins with after blanks; "max" is none.
 uint64_t number_in(std::string_view text) {
   text.remove_prefix(std::min(text.find_first_not_of(" \t\n"), text.size()));
   uint64_t number = 0;
@@ -35,7 +35,7 @@ uint64_t number_in(std::string_view text) {
   return error == std::errc() ? number : kUnknownBytes;
 }
 
-// The number behind `name` in a file of "name number" lines.
+// Returns the number behind `name` in a file of "name number" lines.
 uint64_t field(const std::string& path, std::string_view name) {
   const std::string text = fmt::format("\n{}", text_of(path));
   const size_t at = text.find(fmt::format("\n{} ", name));
@@ -62,7 +62,7 @@ constexpr GroupFiles kVersion1 = {
 constexpr GroupFiles kVersion2 = {
     "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"};
 
-// Bounds memory by the group and by each that it lies in.
+// Bounds memory by `group` and by each group that it lies in.
 void bound_by_group(
     const std::string& root, const GroupFiles& files, std::filesystem::path group, MemoryBounds& out
 ) {

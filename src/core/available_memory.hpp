@@ -19,7 +19,7 @@ struct MemoryBounds {
 // Returns the bounds; what cannot be read bounds nothing. `root` stands before /proc and /sys.
 [[nodiscard]] MemoryBounds memory_bounds(const std::string& root = "");
 
-// Throws Error (kOutOfMemory) naming what there is if `bytes` for `what` are more.
+// Throws Error (kOutOfMemory), naming what is available, if `bytes` for `what` are more.
 void check_available(uint64_t bytes, std::string_view what);
 
 }  // namespace weft

@@ -14,10 +14,10 @@
 
 namespace weft {
 
-// "<expression>: <strerror> (errno 13)"
+// Returns "<expression>: <strerror> (errno 13)".
 [[nodiscard]] std::string errno_text(std::string_view expression, int error_number);
 
-// The word for an enumerator, of those that count from 0; "unknown" for a value that is none.
+// Returns the word for an enumerator, counted from 0; "unknown" for a value that is none.
 template <class Enum, size_t kCount>
 [[nodiscard]] constexpr std::string_view name_of(
     Enum value, const std::string_view (&names)[kCount]
@@ -32,7 +32,7 @@ template <class Enum, size_t kCount>
 #define WEFT_RAISE(context, code, ...) \
   ::weft::raise_error((code), (context), ::fmt::format(__VA_ARGS__))
 
-// Run-time condition.
+// Throws `code` unless a run-time condition holds.
 #define WEFT_CHECK(context, cond, code, ...)  \
   do {                                        \
     if (!(cond)) [[unlikely]] {               \
@@ -40,12 +40,11 @@ template <class Enum, size_t kCount>
     }                                         \
   } while (false)
 
-// The caller's input.
+// Throws Error (kInvalidArgument) unless the caller's input is valid.
 #define WEFT_CHECK_ARG(context, cond, ...) \
   WEFT_CHECK(context, cond, ::weft::ErrorCode::kInvalidArgument, __VA_ARGS__)
 
-// A system call that returns -1 on failure; yields its value. `code` says what kind of trouble that
-// is.
+// Makes a system call that returns -1 on failure, and yields its value. Throws `code` on failure.
 #define WEFT_SYS(context, code, expr)                                           \
   [&] {                                                                         \
     const auto weft_sys_result = (expr);                                        \
@@ -55,7 +54,7 @@ template <class Enum, size_t kCount>
     return weft_sys_result;                                                     \
   }()
 
-// Our own defects, never reachable from the caller's input. On in every build type but Release.
+// Finds Weft's own defects, which no input of callers reaches. On in all builds but Release.
 #ifdef WEFT_ENABLE_ASSERT
 #define WEFT_ASSERT(cond) \
   WEFT_CHECK(::weft::Context{}, cond, ::weft::ErrorCode::kInternal, "assert: {} is false", #cond)

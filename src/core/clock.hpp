@@ -19,7 +19,7 @@ class Deadline {
 
   [[nodiscard]] bool has_passed() const { return Clock::now() >= end_; }
   [[nodiscard]] Clock::time_point end() const { return end_; }
-  // The whole wait, for messages.
+  // Returns the whole wait, for messages.
   [[nodiscard]] std::chrono::milliseconds timeout() const { return timeout_; }
   // Returns what is left of the wait, rounded up, never negative: fit for poll().
   [[nodiscard]] std::chrono::milliseconds left() const {
@@ -32,7 +32,7 @@ class Deadline {
   Clock::time_point end_;
 };
 
-// "30.0 s"
+// Returns a text like "30.0 s".
 [[nodiscard]] inline std::string seconds_text(std::chrono::duration<double> time) {
   return fmt::format("{:.1f} s", time.count());
 }

@@ -21,8 +21,8 @@ struct Context {
   [[nodiscard]] Context without(int peer) const { return {rank, num_ranks, transport, peer}; }
 };
 
-// A peer has let go of what this rank wanted to reach: it has died, left or broken off, and its own
-// error or end is the cause.
+// Says that a peer has died, left or broken off, so that this rank cannot reach what it wanted to:
+// the peer's own error or end is the cause.
 class LostPeerError final : public Error {
  public:
   LostPeerError(Error error, int peer) : Error(std::move(error)), peer_(peer) {}

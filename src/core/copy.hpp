@@ -6,12 +6,12 @@
 
 namespace weft {
 
-// For bytes that somebody reads soon: they pass through the caches.
+// Copies bytes that are read soon, through the caches.
 void copy_bytes(void* to, const void* from, uint64_t bytes);
 
-// For bytes that nobody reads soon: whole cache lines go to memory without being fetched first and
-// without pushing others out of the caches. Other threads may see the stores late and out of order:
-// the storing thread calls streaming_fence() before it tells anyone.
+// Copies bytes that are not read soon: whole cache lines go to memory without being fetched first
+// and without pushing others out of the caches. Other threads may see the stores late and out of
+// order: the storing thread calls streaming_fence() before it tells other threads.
 void copy_streaming(void* to, const void* from, uint64_t bytes);
 
 // Orders this thread's copy_streaming() before its later stores.

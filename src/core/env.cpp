@@ -63,7 +63,7 @@ class Reader {
     );
     return std::chrono::milliseconds(static_cast<int64_t>(*number * 1000));
   }
-  // One of some words, which stand for 0, 1 and so on.
+  // Reads one of `words`, which stand for 0, 1 and so on.
   template <class Enum>
   void choose(const char* name, Enum& choice, std::initializer_list<std::string_view> words) const {
     const auto value = text(name);

@@ -38,7 +38,7 @@ struct Env {
   // WEFT_CALL_TIMEOUT_S, of calls of the Python package where the program says none.
   std::optional<std::chrono::milliseconds> call_timeout;
 
-  // How it works.
+  // How Weft works.
   std::optional<int> ranks_per_domain;       // WEFT_RANKS_PER_DOMAIN, makes domains smaller
   std::string transport = "auto";            // WEFT_TRANSPORT, a name listed by `weft info`
   std::optional<std::string> gpu_transport;  // WEFT_GPU_TRANSPORT, likewise, of processes' GPUs
@@ -64,12 +64,12 @@ struct Env {
   // Null for a variable that is not set.
   using Lookup = std::function<const char*(const char* name)>;
 
-  // Throws Error (kInvalidArgument) naming a variable of Weft's own with its value.
+  // Reads all. Throws Error (kInvalidArgument) naming a variable of Weft's own with its value.
   [[nodiscard]] static Env read();
   [[nodiscard]] static Env read(const Lookup& lookup);
 };
 
-// The whole text as a number, or nothing.
+// Returns the whole text as a number, or nothing.
 template <class Number>
 [[nodiscard]] std::optional<Number> parse_number(std::string_view text) {
   Number number = {};
@@ -78,7 +78,7 @@ template <class Number>
   return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
 }
 
-// Throws Error (kInvalidArgument) naming the variable, its value and the range.
+// Parses `value`. Throws Error (kInvalidArgument) naming the variable, its value and the range.
 [[nodiscard]] int parse_env_int(std::string_view name, const std::string& value, int min, int max);
 
 }  // namespace weft

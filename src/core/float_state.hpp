@@ -12,8 +12,8 @@
 
 namespace weft {
 
-// While it lives, this thread rounds to nearest even, keeps subnormal numbers, and traps nothing:
-// with that all bits are the same, whoever computes them. Then its state is what it was before.
+// While a StandardFloats lives, its thread rounds to nearest even, keeps subnormal numbers, and
+// traps nothing, so that all threads compute the same bits. Then the old state is set again.
 class StandardFloats {
  public:
   StandardFloats() : before_(read()) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // fp32 <-> FP8, round to nearest even, only by integer arithmetic: the same bits on every machine.
-// What is too large becomes the largest number of its sign, a NaN 0x7f.
+// A number that is too large becomes the largest of its sign, a NaN 0x7f.
 #pragma once
 
 #include <algorithm>

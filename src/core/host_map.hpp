@@ -15,18 +15,18 @@ namespace weft {
 
 class HostMap {
  public:
-  // This host, and the cores that the process may use at the first call.
+  // Returns the map of this host, with the cores that the process may use at the first call.
   static const HostMap& here();
-  // A host that is described below `sys` as Linux does below /sys; the process may use its cores
-  // `usable`, ascending (empty: all). What cannot be read there is not known.
+  // Maps a host that is described below `sys` as Linux does below /sys; the process may use its
+  // cores `usable`, ascending (empty: all). What cannot be read there is not known.
   explicit HostMap(std::filesystem::path sys, std::vector<int> usable = {});
 
-  // The indices of those `cards` that are nearest to `device`, ascending; without a device, of
-  // those next to a core that the process may use. All of them where nothing tells them apart.
+  // Returns the indices of the `cards` nearest to `device`, ascending; without a device, of those
+  // next to a core that the process may use. All of them where nothing tells them apart.
   [[nodiscard]] std::vector<size_t> nearest(
       std::string_view device, std::span<const std::string> cards
   ) const;
-  // Cores nearest to `device` that the process may use, ascending; empty: it makes no difference.
+  // Returns the cores nearest to `device` that the process may use, ascending; empty: any will do.
   [[nodiscard]] std::vector<int> cores_near(std::string_view device) const;
 
  private:
@@ -41,7 +41,7 @@ class HostMap {
   [[nodiscard]] std::optional<Device> find(std::string_view address) const;
   // Returns the cores that the file names, as in "0-3,8"; nothing without it.
   [[nodiscard]] std::vector<int> cores_in(const std::filesystem::path& file) const;
-  // All of the package in which these cores are; nothing if that is not known.
+  // Returns all cores of the package in which these are; nothing if that is not known.
   [[nodiscard]] std::vector<int> package_of(const std::vector<int>& cores) const;
 
   std::filesystem::path sys_;
@@ -52,7 +52,7 @@ class HostMap {
 // happens.
 void stay_on(std::span<const int> cores);
 
-// NUMA nodes of this host; 1 where the system does not say.
+// Returns the number of NUMA nodes of this host; 1 where the system does not say.
 [[nodiscard]] int num_memory_nodes();
 
 }  // namespace weft

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A JSON value in a message: a piece of bounded length. Only flat values are printed, as printing
-// follows the nesting, and a file that anybody may have written can nest deeper than the stack is.
+// Text of a JSON value for a message, of bounded length. Only flat values are printed, as printing
+// follows the nesting, and a file from anywhere can nest deeper than the stack is.
 #pragma once
 
 #include <fmt/format.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Table by which threads of a process find each other's memory by number, so that it lives until
-// its last user is gone and a number from elsewhere is an error, not a wild pointer.
+// Table by which threads of a process find each other's memory by number. Memory lives until its
+// last user is gone, and a number from elsewhere is an error, not a wild pointer.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ class LocalMemory {
     memories_[++last_id_] = memory;
     return last_id_;
   }
-  // Null if its last user is gone.
+  // Returns the memory; null if its last user is gone.
   [[nodiscard]] std::shared_ptr<void> find(uint64_t id) {
     const std::lock_guard lock(mutex_);
     const auto found = memories_.find(id);
@@ -31,7 +31,7 @@ class LocalMemory {
   uint64_t last_id_ = 0;
 };
 
-// The one of this process.
+// Returns the table of this process.
 inline LocalMemory& local_memory() {
   static auto& instance = *new LocalMemory;  // never destroyed: memory may outlive static objects
   return instance;

@@ -13,7 +13,7 @@ namespace weft {
 
 enum class LogLevel : uint8_t { kDebug, kInfo, kWarn, kError, kOff };
 
-// Says who speaks on this thread from now on.
+// Sets the rank that this thread's messages name from now on.
 void set_log_rank(int rank, int num_ranks);
 void set_log_level(LogLevel level);
 

@@ -9,7 +9,7 @@
 namespace weft {
 namespace {
 
-// Bytes of the character that the text begins with; 0: it begins with none that can be shown.
+// Returns the bytes of the text's first character; 0: it begins with none that can be shown.
 size_t shown_bytes(std::string_view text) {
   const auto at = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned first = at(0);

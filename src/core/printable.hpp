@@ -7,7 +7,7 @@
 
 namespace weft {
 
-// The text with what is no character of UTF-8, or a control character, spelled out ("\xff").
+// Returns the text with what is no character of UTF-8, or a control one, spelled out ("\xff").
 [[nodiscard]] std::string printable(std::string_view text);
 
 }  // namespace weft

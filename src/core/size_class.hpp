@@ -7,7 +7,7 @@
 
 namespace weft {
 
-// `bytes` rounded up to 1, 1.25, 1.5 or 1.75 times a power of two, at least 64 KiB.
+// Returns `bytes` rounded up to 1, 1.25, 1.5 or 1.75 times a power of two, at least 64 KiB.
 [[nodiscard]] constexpr uint64_t size_class(uint64_t bytes) {
   constexpr uint64_t kSmallest = 64 << 10;
   if (bytes <= kSmallest) {

@@ -23,7 +23,7 @@ namespace weft {
 
 }  // namespace weft
 
-// A CUDA call that must succeed.
+// Makes a CUDA call that must succeed.
 #define WEFT_CUDA(context, expr)                                    \
   do {                                                              \
     const cudaError_t weft_cuda_status = (expr);                    \
@@ -56,7 +56,7 @@ class CudaDeviceGuard {
   int before_ = 0;
 };
 
-// Scope in which what this thread does belongs to no capture, its own or another thread's, which by
+// Scope in which this thread's work belongs to no capture, its own or another thread's, which by
 // default forbids half of CUDA.
 class RelaxedCapture {
  public:
@@ -69,11 +69,11 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one before
 };
 
-// Says so where a deleter fails while CUDA still runs.
+// Logs that a deleter of `what` failed while CUDA still runs.
 void log_not_given_back(std::string_view what, cudaError_t status);
 
 // Runs `step`, which returns a cudaError_t, on `device`, for deleters: CUDA may already be shut
-// down, and nobody could act on an error.
+// down, and no caller could act on an error.
 template <class Step>
 void on_device_quietly(int device, std::string_view what, Step step) {
   const RelaxedCapture no_capture;

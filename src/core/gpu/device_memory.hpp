@@ -11,11 +11,11 @@
 
 namespace weft {
 
-// At least 256-byte aligned on a GPU, 64 on a CPU; contents undefined. Throws Error (kOutOfMemory,
-// kNotAvailable).
+// Returns memory, at least 256-byte aligned on a GPU, 64 on a CPU; contents undefined. Throws Error
+// (kOutOfMemory, kNotAvailable).
 [[nodiscard]] std::shared_ptr<std::byte> allocate_on(const Device& device, uint64_t bytes);
 
-// Returns when done. At least one side may be a CPU, or both the same GPU.
+// Returns when done. At least one side is a CPU, or both are the same GPU.
 void copy_between(
     std::byte* to,
     const Device& to_device,
@@ -24,9 +24,9 @@ void copy_between(
     uint64_t bytes
 );
 
-// The GPU's half: memory.cpp answers, or none.cpp in builds without CUDA.
+// Allocates for allocate_on(): in memory.cpp, or none.cpp in builds without CUDA.
 [[nodiscard]] std::shared_ptr<std::byte> allocate_on_gpu(int gpu, uint64_t bytes);
-// Either pointer may be the host's; done on return.
+// Copies; either pointer may be the host's. Done on return.
 void copy_by_gpu(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
 
 }  // namespace weft

@@ -30,9 +30,9 @@ struct GpuList {
 
 inline constexpr std::string_view kNoReach = "none";
 
-// How each GPU of list_gpus() reaches the memory of each other one, [from][to]: "itself", kNoReach,
-// "loads and stores" as over PCIe, or "atomics too" as over NVLink. Empty without any GPU. Never
-// throws.
+// Returns how each GPU of list_gpus() reaches the memory of each other one, [from][to]: "itself",
+// kNoReach, "loads and stores" as over PCIe, or "atomics too" as over NVLink. Empty without any
+// GPU. Never throws.
 [[nodiscard]] std::vector<std::vector<std::string_view>> gpu_reach();
 
 }  // namespace weft

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Functions that only the driver has. It is asked for them through the runtime, so that a program
+// Functions that only the driver has. They are looked up through the runtime, so that a program
 // also starts where no driver is.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace weft {
 
-// The driver's function of this name; null if there is none.
+// Returns the driver's function of this name; null if there is none.
 [[nodiscard]] void* driver_function(const char* name);
 
 // When a stream sees what a network card has written into the GPU's memory and the host knows of.
@@ -25,7 +25,7 @@ enum class RemoteWrites : uint8_t {
 
 // Makes what follows in `stream` wait until *word, in pinned host memory, is at `value` or up to
 // 2^31 beyond it, counting round, and see what `writes` of network cards came before. No
-// multiprocessor waits; whoever writes the word must write it in any case. Throws Error (kCuda).
+// multiprocessor waits; the word must be written in any case. Throws Error (kCuda).
 void wait_for_word(
     cudaStream_t stream,
     const uint32_t* word,
@@ -34,8 +34,8 @@ void wait_for_word(
     const Context& context
 );
 
-// *word, in memory that this GPU reaches, is `value` once all work before in `stream` is done, and
-// whoever sees it sees what that work has written. No multiprocessor writes. Throws Error (kCuda).
+// Sets *word, in memory that this GPU reaches, to `value` once all work before in `stream` is done;
+// who sees that sees what the work has written. No multiprocessor writes. Throws Error (kCuda).
 void write_word(cudaStream_t stream, uint32_t* word, uint32_t value, const Context& context);
 
 }  // namespace weft

@@ -20,8 +20,8 @@ constexpr size_t kSpareStreams = 16;  // a guess
 
 class StreamPool {
  public:
-  // The oldest that is free: so long as at most 32 are in use, each has a hardware queue of its
-  // own, where the process allows 32 of them (CUDA_DEVICE_MAX_CONNECTIONS).
+  // Takes the oldest free stream: so long as at most 32 are in use, each has a hardware queue of
+  // its own, where the process allows 32 of them (CUDA_DEVICE_MAX_CONNECTIONS).
   [[nodiscard]] std::shared_ptr<CUstream_st> take(int gpu) {
     const std::lock_guard lock(mutex_);
     Streams& streams = streams_[gpu];
@@ -128,7 +128,7 @@ void wait_for_stream(
     cudaStream_t stream, const Context& context, const std::function<void()>& look
 ) {
   constexpr auto kLookEvery = std::chrono::milliseconds(25);
-  constexpr auto kShort = std::chrono::milliseconds(2);  // below it nobody sleeps
+  constexpr auto kShort = std::chrono::milliseconds(2);  // before that the thread only yields
   const RelaxedCapture no_capture;
   const auto begin = Clock::now();
   auto next_look = begin + kLookEvery;
@@ -138,7 +138,7 @@ void wait_for_stream(
       WEFT_CUDA(context, state);
       return;
     }
-    static_cast<void>(cudaGetLastError());  // it is no error of whoever asks next
+    static_cast<void>(cudaGetLastError());  // no later call must find this error
     const auto now = Clock::now();
     if (now >= next_look) {
       look();

@@ -14,8 +14,8 @@
 
 namespace weft {
 
-// Does not wait for the legacy default stream, nor is waited for by it. Goes back to the process
-// with its last copy; work in it goes on.
+// A stream that neither waits for the legacy default stream nor is waited for by it. It goes back
+// to the process with the last copy of the object; work in it goes on.
 class GpuStream {
  public:
   GpuStream() = default;
@@ -33,10 +33,10 @@ class GpuStream {
 // queue, so that these have priorities of their own, above those that callers use.
 enum class Urgency : uint8_t { kShortWork, kRepetition };
 
-// Makes such a stream, which is the caller's. Throws Error kCuda.
+// Makes such a stream, which the caller owns. Throws Error kCuda.
 [[nodiscard]] cudaStream_t make_urgent_stream(int gpu, Urgency urgency);
 
-// The process's stream for what is soon done and waits for nothing: copies of some bytes, taking
+// Returns the process's stream for short work that waits for nothing: copies of some bytes, taking
 // and freeing memory. All ranks that share the GPU as threads use it. Throws Error kCuda.
 [[nodiscard]] cudaStream_t short_work_stream(int gpu);
 
@@ -45,8 +45,8 @@ enum class Urgency : uint8_t { kShortWork, kRepetition };
 // kernel may hold up the making of streams until its deadline. Throws Error kCuda.
 void reserve_streams(int gpu);
 
-// Waits for the work of the stream. Looks now and then meanwhile, at the latest every 25 ms;
-// `look()` may throw. Throws Error kCuda.
+// Waits for the work of the stream. Calls `look()`, which may throw, about every 25 ms meanwhile.
+// Throws Error kCuda.
 void wait_for_stream(
     cudaStream_t stream, const Context& context, const std::function<void()>& look
 );
