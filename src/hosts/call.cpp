@@ -22,7 +22,7 @@ void HostsExchange::check_stopped() const {
   );
 }
 
-// First the mark: a call whose kernels have been cut short shall not return.
+// Sets the mark first: a call whose kernels have been cut short shall not return.
 void HostsExchange::stop() {
   is_stopped_.store(true);
   node_->stop();
@@ -86,7 +86,7 @@ void HostsExchange::end_call(const CallOptions& call, cudaStream_t stream) {
   rethrow(fault);
 }
 
-// The job owns what it needs: the call's plan and tensors may be gone.
+// Makes the job own what it needs, as the call's plan and tensors may be gone.
 void HostsExchange::start_transfer(Op op, Transfer transfer) {
   const auto one = std::make_shared<const Transfer>(std::move(transfer));
   const auto look = [this, op, call = network_->call_number()] {

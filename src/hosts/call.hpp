@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Common parts of a dispatch and a combine between domains of GPUs: whose call it is, by which
-// plan, and how messages are packed, pass and are copied up.
+// Common parts of a dispatch and a combine between domains of GPUs: their exchange and plan, and
+// how messages are packed, pass and are copied up.
 //
 // A call queues all that the GPU has to do, copies of messages that have not come included, and
 // leaves the network to a thread.
@@ -18,7 +18,7 @@
 
 namespace weft {
 
-// Exchange whose call it is, its plan, and where it runs.
+// A call's exchange, its plan, and where it runs.
 struct HostsCallSite {
   HostsExchange& owner;
   const HostsPlan& device;
@@ -33,23 +33,23 @@ class HostsCall {
   void check_room(const CallRoom& call) const;
 
   // --- order of the two streams ---
-  // Before the first copy: copies come behind the caller's stream, and behind the last call that
+  // Before the first copy: puts the copy stream behind the caller's stream and the last call that
   // used the memory.
   void let_copies_begin() const;
-  // Work in the copy stream goes on behind what is in the caller's, and the other way round; rounds
-  // that come behind copies do not run if these have brought nothing.
+  // Put the copy stream behind what is in the caller's, and the caller's behind the copies; rounds
+  // that come behind copies do not run if a transfer has failed.
   void let_copies_follow() const;
   void follow_copies() const;
 
   // --- messages ---
-  // Packs what `launch` says of rows for a rank, in the copy stream.
+  // Packs the rows that `launch` names for rank `to`, in the copy stream.
   [[nodiscard]] MessageSend pack(
       PackLaunch launch, const MessageArea& area, size_t to, const Target& target, uint32_t signal
   ) const;
-  // Returns what `pack` needs to know of weights of this rank's tokens.
+  // Returns what pack() needs to know of the weights of this rank's tokens.
   [[nodiscard]] PackLaunch weights_launch(const ConstTensor& weights) const;
-  // The weights of this rank's own tokens as rounds know them: by k, also if the routing is a map.
-  // `area` of the GPU's memory is theirs.
+  // Returns the weights of this rank's own tokens as rounds take them: by k. If the routing is a
+  // map, packs them into `area` of the GPU's memory.
   [[nodiscard]] ConstTensor weights_by_k(const ConstTensor& weights, uint64_t area) const;
   // Lists what comes from the sources that this rank forwards for; `first_signal(source)`.
   template <class FirstSignal>
@@ -63,14 +63,14 @@ class HostsCall {
   }
   // Starts the transfer and returns its number in this call.
   size_t start(Transfer transfer);
-  // The copy stream goes on once message c of a transfer's receive i has come.
+  // Holds the copy stream up until message c of a transfer's receive i has come.
   void let_copies_await(size_t transfer, size_t i, int64_t c) const;
-  // Into the GPU's memory, in the copy stream.
+  // Copies `from` into the GPU's memory, in the copy stream.
   void copy_in(uint64_t area, const std::byte* from, int64_t bytes) const;
 
   // --- rounds ---
   [[nodiscard]] CudaExchange& node() const { return *owner_.node_; }
-  // The rounds from `first` on do not run: the domain's ranks must hear of it instead of waiting.
+  // Tells the domain's ranks, so that they do not wait, that rounds from `first` on do not run.
   void refuse_rounds(size_t first, std::string_view reason) const;
 
   [[nodiscard]] size_t forwarder_of(size_t domain) const {
@@ -81,7 +81,7 @@ class HostsCall {
   [[nodiscard]] int64_t num_sent(size_t domain) const {
     return static_cast<int64_t>(traffic_.sent[domain].size());
   }
-  // A part of the GPU's memory, as a tensor.
+  // Returns a part of the GPU's memory as a tensor.
   [[nodiscard]] Tensor view(uint64_t area, DType dtype, int64_t rows, int64_t cols) const {
     return {work_ + area, dtype, rows, cols, -1, owner_.settings_.device};
   }

@@ -4,7 +4,7 @@
 namespace weft {
 namespace {
 
-// Areas that a call takes of each memory.
+// Takes areas of each memory for a call.
 class CallAreas {
  public:
   uint64_t stage(int64_t bytes) { return staging_.add(static_cast<uint64_t>(bytes)); }

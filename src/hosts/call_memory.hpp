@@ -23,7 +23,7 @@ class AreaMap {
   explicit AreaMap(uint64_t first = 0, uint64_t alignment = kAlignment)
       : alignment_(alignment), num_bytes_(align_up(first, alignment)) {}
 
-  // Offset of the next area.
+  // Returns the offset of the next area.
   uint64_t add(uint64_t bytes) {
     const uint64_t offset = num_bytes_;
     num_bytes_ = align_up(offset + bytes, alignment_);
@@ -58,10 +58,10 @@ struct CallBounds {
   int64_t token_bytes = 0;  // that cross with a token: there in a dispatch, both ways in a combine
 };
 
-// Enough for any dispatch or combine. A token crosses to every other domain or to as many as it has
-// experts, whichever is less; all tokens of a source may cross to its forwarder. What goes
-// one way in dispatch comes back in combine, so of what the network touches the larger part is
-// needed once.
+// Returns room for any dispatch or combine. A token crosses to every other domain or to as many as
+// it has experts, whichever is less; all tokens of a source may cross to its forwarder. Rows that
+// go one way in dispatch come back in combine, so each area of the network's memory needs the
+// larger of the two numbers.
 [[nodiscard]] constexpr CallRoom room_of_calls(const CallBounds& bounds) {
   const auto tokens = static_cast<uint64_t>(std::max<int64_t>(bounds.max_tokens, 1));
   const auto bytes = tokens * static_cast<uint64_t>(bounds.token_bytes);
@@ -94,7 +94,7 @@ struct MessageArea {
 
 struct DispatchAreas {
   DispatchAreas() = default;
-  // `tokens`: a row of each inter-node token with its weights and scales, if any.
+  // `tokens` is the format of inter-node tokens: a row, with weights and scales if any.
   DispatchAreas(const PlanData& plan, const MessageFormat& tokens);
 
   // Areas by source that this rank forwards for:
@@ -108,8 +108,8 @@ struct DispatchAreas {
 // Areas of a combine.
 struct CombineAreas {
   CombineAreas() = default;
-  // `sums`: a row, and its weight gradients if any, of each inter-node token; `weights`: the
-  // weights that go the other way before, if any.
+  // `sums` is the format of inter-node tokens' sums: a row, and weight gradients if any; `weights`
+  // that of the weights that go the other way before, if any.
   CombineAreas(const PlanData& plan, const MessageFormat& sums, const MessageFormat& weights);
 
   // Areas by source that this rank forwards for:

@@ -23,7 +23,7 @@ class HostsCombine : HostsCall {
         .payload = payload_of(in, plan.shape.topk),
         .scale = in.scale};
   }
-  // Bytes that cross with a token; weights cross both ways.
+  // Returns the bytes that cross with a token; weights cross both ways.
   [[nodiscard]] static int64_t token_bytes(const PlanData& plan, const Call& call) {
     return call.payload.wire_bytes + 2 * kWeightBytes * plan.shape.topk;
   }
@@ -34,7 +34,7 @@ class HostsCombine : HostsCall {
     sums_ = message_format(
         returned_row_bytes(in), in.weights.is_given() ? weight_bytes : 0, 0, kChunkArrivals
     );
-    // All that a domain gets, in one message.
+    // One message holds all weights that a domain gets.
     weights_ = {
         .weight_bytes = in.source_weights.is_given() ? weight_bytes : 0,
         .rows = std::max<int64_t>(site.owner.config().max_tokens, 1)};
@@ -80,8 +80,8 @@ class HostsCombine : HostsCall {
     return to;
   }
 
-  // The source weights of inter-node tokens go to their forwarders before any round, and those of
-  // tokens that this rank forwards come.
+  // Sends the source weights of inter-node tokens to their forwarders before any round, and takes
+  // in those of tokens that this rank forwards.
   void swap_weights(std::span<const CallWord> words) {
     const auto signal = [&](uint32_t source) { return network_.signals().source_weights(source); };
     Transfer weights;
@@ -119,7 +119,7 @@ class HostsCombine : HostsCall {
     }
   }
 
-  // This domain's sums for the tokens of others, and their messages.
+  // Adds up this domain's sums for the tokens of other domains, and packs their messages.
   std::vector<MessageSend> sum_forwarded(std::span<const CallWord> words) {
     std::vector<MessageSend> sends;
     const uint32_t signal = network_.signals().crossing(static_cast<uint32_t>(plan_.shape.rank), 0);
@@ -151,14 +151,14 @@ class HostsCombine : HostsCall {
     return sends;
   }
 
-  // The last round, though its number is the first: others wait for the rounds before.
+  // Runs round 0 last, as other domains wait for the rounds before it.
   void sum_own() {
     CombineInput in = in_;
     in.source_weights = weights_by_k(in_.source_weights, areas_.own_weights);
     launch_round(0, in, areas_.parts, areas_.part_weights, plan_.shape.num_tokens);
   }
 
-  // Sums for `count` tokens, to these areas.
+  // Launches a round that sums for `count` tokens, into the areas `rows` and `weights`.
   CombineOutput launch_round(
       size_t round, const CombineInput& in, uint64_t rows, uint64_t weights, int64_t count
   ) {
@@ -174,7 +174,7 @@ class HostsCombine : HostsCall {
     return out;
   }
 
-  // The sums of other domains come in next to this one's.
+  // Sends `sends`, and receives the sums of other domains next to this one's.
   void swap_sums(std::vector<MessageSend> sends) {
     Transfer sums;
     sums.format = sums_;
@@ -202,7 +202,7 @@ class HostsCombine : HostsCall {
     }
   }
 
-  // Message c of a domain.
+  // Copies message c of a domain's sums to its part.
   void copy_sums(size_t domain, int64_t c) const {
     const int64_t num = sums_.num_rows(c, num_sent(domain));
     const int64_t first = areas_.first_part[domain] + sums_.first_row(c);

@@ -19,7 +19,7 @@ class HostsDispatch : HostsCall {
         .plan_number = static_cast<int64_t>(plan.call),
         .payload = payload_of(in, out, plan.shape.topk)};
   }
-  // Bytes that cross with a token.
+  // Returns the bytes that cross with a token.
   [[nodiscard]] static int64_t token_bytes(const PlanData& /*plan*/, const Call& call) {
     const PayloadFormat& payload = call.payload;
     return payload.row_bytes + payload.weight_bytes + payload.in_scale_bytes();
@@ -81,7 +81,7 @@ class HostsDispatch : HostsCall {
     follow_copies();  // x is read there
   }
 
-  // Each token once, to the forwarder of its domain.
+  // Packs each token once for every domain it goes to, for the forwarder there.
   std::vector<MessageSend> pack_sent(std::span<const CallWord> words) {
     std::vector<MessageSend> sends;
     const auto own = static_cast<size_t>(traffic_.domains->own());
@@ -104,7 +104,7 @@ class HostsDispatch : HostsCall {
     return sends;
   }
 
-  // The messages of one source, each once it has come, to where its tokens are dispatched from.
+  // Copies a source's messages, each once it has come, to where its tokens are dispatched from.
   void copy_forwarded(size_t transfer, size_t i) const {
     const int64_t count = traffic_.forwarded[i].crossings.size();
     for (int64_t c = 0; c < format_.num_chunks(count); ++c) {
@@ -129,7 +129,7 @@ class HostsDispatch : HostsCall {
     node().dispatch(device_.rounds()[0], own, output_of_round(true), options_);
   }
 
-  // A round knows sources by its own numbers alone, and the counts of all rounds.
+  // Leaves out sources, which a round knows by its own numbers alone; its counts are of all rounds.
   [[nodiscard]] DispatchOutput output_of_round(bool is_first) const {
     DispatchOutput out = out_;
     out.sources = out.experts = {};

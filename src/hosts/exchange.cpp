@@ -22,7 +22,7 @@ constexpr size_t kMaxTransfers = 2;  // of a call
 
 ExchangeConfig network_config(ExchangeConfig config) {
   config.device = {};
-  // It makes plans and moves no rows: more threads than records would keep busy are in the way.
+  // The network makes plans and moves no rows: more threads than records keep busy are in the way.
   config.num_threads = config.num_threads > 0 ? config.num_threads : kPlanThreads;
   config.transport = config.transport == "peer" ? "auto" : config.transport;
   return config;
@@ -42,7 +42,7 @@ void add(std::vector<double>& sums, std::span<const double> more) {
   }
 }
 
-// "0000:17:00.0"; empty: the driver does not say.
+// Returns such as "0000:17:00.0"; empty: the driver does not say.
 std::string pci_address(int device) {
   std::array<char, 32> text = {};
   const int length = static_cast<int>(text.size());
@@ -79,8 +79,8 @@ HostsExchange::HostsExchange(
   node_ = std::make_unique<CudaExchange>(domain, node_config(wanted, network_->domains()), false);
   settings_.transport = "peer+" + network_->transport_name();
   network_->name_transport(settings_.transport);
-  // Ranks on this rank's GPU, itself included. Also those of other domains, whose kernels wait for
-  // this rank no less, if by way of the network.
+  // Lists the ranks on this rank's GPU, itself included. Also those of other domains, whose kernels
+  // wait for this rank no less, if by way of the network.
   std::vector<GpuIdentity> sharing = gather_identities(group, settings_.device.index);
   const GpuIdentity own = sharing[static_cast<size_t>(group.rank())];
   for (const int rank : lost) {
@@ -105,7 +105,7 @@ HostsExchange::HostsExchange(
   has_failed_.create(1, context());
   message_counts_.emplace(std::span(arrived_.get(), kMaxTransfers * max_receives_));
   thread_ = std::make_unique<TransferThread>(HostMap::here().cores_near(gpu));
-  // Enough for 16-bit rows with weights and small scale rows, and for most plans.
+  // Reserves enough for 16-bit rows with weights and small scale rows, and for most plans.
   reserve(settings_.hidden * 2 + settings_.max_topk * 8 + kScaleRoom);
   if (is_direct_) {
     log(LogLevel::kInfo, "exchange: the network reads and writes the GPU's memory itself");
@@ -224,10 +224,10 @@ void HostsExchange::make_room(Call call, int64_t bytes_of_token, cudaStream_t st
         static_cast<void>(network_->swap(to));
       }
   );
-  reserve(bytes_of_token);  // nobody launches anything before the handshake of the call itself
+  reserve(bytes_of_token);  // no rank launches before the handshake of the call itself
 }
 
-// There is room for as many tokens as each rank may ever have, all of them inter-node tokens.
+// Makes room for as many tokens as each rank may ever have, all of them inter-node tokens.
 void HostsExchange::reserve(int64_t bytes_of_token) {
   const Domains& domains = network_->domains();
   token_bytes_ = bytes_of_token;
@@ -247,13 +247,13 @@ void HostsExchange::reserve(int64_t bytes_of_token) {
   work_ = take_bytes(room_.work);
 }
 
-// Falls back to the host's memory for good: what was refused once will be again.
+// If refused, falls back to the host's memory for good: it would be refused again.
 std::optional<WireMemory> HostsExchange::take_direct(std::string_view what, uint64_t bytes) {
   if (!is_direct_) {
     return {};
   }
   try {
-    // Not cleared: that would be one more write that has to be waited for.
+    // The memory is not cleared: that would be one more write to wait for.
     std::byte* data = nullptr;
     WEFT_CUDA(context(), cudaMalloc(reinterpret_cast<void**>(&data), bytes));
     const std::shared_ptr<const void> owner(data, [](void* at) {
@@ -288,7 +288,7 @@ void HostsExchange::reserve_messages(uint64_t bytes) {
   messages_ = {.data = buffer->get(), .bytes = bytes, .lent = {}, .owner = buffer};
 }
 
-// Copies out of host memory that is not pinned would not wait in the stream for what comes there.
+// Pins host memory: else copies out of it would not wait in the stream for what comes there.
 void HostsExchange::reserve_staging(uint64_t bytes) {
   if (direct_staging_.is_lent()) {
     retire(direct_staging_);

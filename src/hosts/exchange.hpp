@@ -2,13 +2,13 @@
 // The CUDA executor in a group of several domains: a CPU executor of the whole group makes plans,
 // swaps handshakes and owns the network; a CUDA executor of this domain moves rows between its
 // GPUs. A call is some rounds of the latter: one with this rank's own tokens, then one with those
-// of each source that it forwards. Operations: plan.cpp, dispatch.cpp, combine.cpp; what they have
-// in common: call.hpp.
+// of each source that this rank forwards. Operations: plan.cpp, dispatch.cpp, combine.cpp; their
+// common parts: call.hpp.
 //
 // A dispatch or combine returns once all ranks have made it and its work is queued; a thread moves
 // inter-node messages, and the caller's stream waits for these. The next call waits until they have
-// passed, and throws what went wrong with them. A plan waits. None can be captured. Ranks of one
-// process on one GPU wait in the call itself.
+// passed, and throws what went wrong with them. make_plan() itself waits. None of the calls can be
+// captured. Ranks of one process on one GPU wait in the call itself.
 #pragma once
 
 #include <atomic>
@@ -94,8 +94,8 @@ inline void rethrow(const std::exception_ptr& refusal) {
 
 class HostsExchange final : public Executor {
  public:
-  // `domains` as Topology::domains; others than the group's are for tests. The same on every rank.
-  // `lost`: ranks that take no part, for whom the group speaks.
+  // `domains` as Topology::domains, the same on every rank; others than the group's are for tests.
+  // `lost`: ranks that take no part; the group speaks for them.
   HostsExchange(
       const Group& group,
       const ExchangeConfig& wanted,
@@ -124,29 +124,29 @@ class HostsExchange final : public Executor {
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
-  // --- for who makes another one when ranks are lost (surviving.hpp) ---
-  // Any thread: nothing of this rank waits any more, and the running call throws. For good.
+  // --- for SurvivingHosts, which makes another exchange when ranks are lost (surviving.hpp) ---
+  // Any thread: ends all waits of this rank for good, and the running call throws.
   void stop();
-  // A kernel has found a fault. All ranks had agreed on its call before, so that some rank cannot
-  // go on.
+  // A kernel has found a fault. All ranks had agreed on the kernel's call before, so that some rank
+  // cannot go on.
   [[nodiscard]] bool has_thrown_fault() const { return node_->has_thrown_fault(); }
-  // Rounds of this domain that calls have queued so far, those aside that have thrown.
+  // Returns how many rounds of this domain calls have queued so far, calls that threw aside.
   [[nodiscard]] uint64_t num_queued_rounds() const { return num_rounds_; }
-  // Returns how many of them have ended well, one after the other, once all have ended; nothing:
-  // not yet. No call is made meanwhile.
+  // Returns how many queued rounds have ended well, one after the other, once all have ended;
+  // nothing: not yet. No call is made meanwhile.
   [[nodiscard]] std::optional<uint64_t> num_whole_rounds() const;
-  // Adds what earlier exchanges have waited, in seconds by rank, to what this one counts.
+  // Adds the waits of earlier exchanges, in seconds by rank, to those that this one counts.
   void count_waits_from(std::vector<double> seconds) { earlier_waits_ = std::move(seconds); }
   [[nodiscard]] const Network& network() const { return *network_; }
 
  private:
   friend class HostsCall;  // one dispatch or combine of this exchange
 
-  // A plan of the whole group to the GPUs of this domain. Collective.
+  // Collective. Brings a plan of the whole group to the GPUs of this domain.
   Plan bring_plan(const Plan& host, cudaStream_t stream);
 
   // --- one call ---
-  // A dispatch or combine, by the HostsCall `OneCall`; `validate(header)` checks its arguments.
+  // Runs a dispatch or combine, the HostsCall `OneCall`; `validate(header)` checks its arguments.
   template <class OneCall, class Validate, class In, class Out>
   void run_call(
       const Plan& plan,
@@ -155,11 +155,11 @@ class HostsExchange final : public Executor {
       const Out& out,
       const CallOptions& options
   );
-  // The stream of a call; of this exchange's own if the caller has none.
+  // Returns the stream of a call, which is this exchange's own if the caller gives none.
   [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const {
     return call.stream == nullptr ? own_stream_.get() : static_cast<cudaStream_t>(call.stream);
   }
-  // A transfer has failed: what it has not brought is there for nobody.
+  // Notes that a transfer has failed, so that no kernel reads what it has not brought.
   void set_failed();
   [[nodiscard]] bool has_failed() const {
     return std::atomic_ref(*has_failed_.get()).load(std::memory_order_acquire) != 0;
@@ -168,48 +168,48 @@ class HostsExchange final : public Executor {
   void check_stopped() const;
   // Throws Error (kUnsupported) inside a capture. Waits until earlier calls need no copies.
   void begin_call(Op op, cudaStream_t stream);
-  // After the last launch; a call on its own stream waits for it.
+  // After the last launch; a call on the exchange's own stream waits for that.
   void end_call(const CallOptions& call, cudaStream_t stream);
   // Begins to pass what a call moves over the network; the call may return before that has ended.
   void start_transfer(Op op, Transfer transfer);
-  // Waits for the stream; an interrupt is told to all ranks.
+  // Waits for the stream, and tells all ranks of an interrupt.
   void wait_for(cudaStream_t stream);
   // Waits until all transfers have ended. Throws what went wrong; then the exchange is broken.
   void settle();
-  // The place in `message_counts_` of a receive, by the number of its transfer in the call.
+  // Returns the place in `message_counts_` of a receive, by its transfer's number in the call.
   [[nodiscard]] size_t place_of(size_t transfer, size_t receive) const {
     return transfer * max_receives_ + receive;
   }
 
   // --- memory ---
-  // Decides is_direct_, and tells why not.
+  // Decides is_direct_, and logs why not.
   void choose_wire_memory();
-  // Pages of its own for what is pinned.
+  // Pinned memory has pages of its own.
   static constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;
   void reserve_image(uint64_t bytes);
-  // Ahead of a call that moves so many bytes for a token, as all ranks do or none. To make room is
-  // collective and waits for the stream: CUDA waits for the whole GPU then, where kernels of others
+  // Makes room for a call that moves so many bytes for a token, as all ranks do or none. Growing is
+  // collective and waits for the stream: CUDA waits for the whole GPU then, where others' kernels
   // may wait for this rank. Throws Error (kInvalidArgument) if some rank refuses the call.
   void make_room(Call call, int64_t bytes_of_token, cudaStream_t stream);
   void reserve(int64_t bytes_of_token);
   // Reserves the memory that peers write and the GPU copies from.
   void reserve_staging(uint64_t bytes);
   void reserve_messages(uint64_t bytes);
-  // The GPU's own, if the network can reach that.
+  // Takes memory of the GPU and lends it to the network, if that can reach it.
   [[nodiscard]] std::optional<WireMemory> take_direct(std::string_view what, uint64_t bytes);
   // Keeps unused memory until the exchange is freed.
   void retire(WireMemory& memory);
-  // Memory of this GPU.
+  // Takes memory of this GPU.
   [[nodiscard]] Buffer take_bytes(uint64_t bytes) {
     return node_->allocate({.dtype = DType::kByte, .rows = 1, .cols = static_cast<int64_t>(bytes)});
   }
 
   ExchangeConfig settings_;
-  // Before `network_`, which they outlive. What the GPU packs and the network reads, and if it
-  // is the GPU's, what the network writes (pinned memory for that is the network's own).
+  // Both are before `network_`, to outlive it. The GPU packs and the network reads the first; the
+  // network writes the second, if it is the GPU's (pinned memory for that is the network's own).
   WireMemory messages_;
   WireMemory direct_staging_;
-  // A transfer: kernels in the caller's stream read it, whose end `node_` waits for when it ends.
+  // Set by a failed transfer. Before `node_`, which at its end waits for the kernels that read it.
   PinnedBuffer<uint32_t> has_failed_;
   std::unique_ptr<Network> network_;
   std::unique_ptr<CudaExchange> node_;
@@ -232,16 +232,16 @@ class HostsExchange final : public Executor {
   // Outgrown: to free it would wait for the whole GPU, where kernels of others may wait for this
   // rank.
   std::vector<std::shared_ptr<const void>> retired_;
-  // True where several ranks of a process share a GPU: a stream of one that waits may keep back
-  // work of another's that it waits for, as the GPU has fewer queues than they have streams.
+  // True where several ranks of a process share a GPU: a waiting stream of one rank may keep back
+  // work of another rank that it waits for, as the GPU has fewer queues than they have streams.
   bool waits_on_host_ = false;
   size_t max_receives_ = 0;  // of a transfer
   PinnedBuffer<uint32_t> arrived_;
   std::optional<MessageCounts> message_counts_;
-  Op last_op_ = Op::kPlan;                    // whose transfers they are
+  Op last_op_ = Op::kPlan;                    // whose transfers run
   std::atomic<bool> is_interrupted_ = false;  // by this rank's caller: the thread stops
   std::atomic<bool> is_stopped_ = false;
-  uint64_t first_round_ = 0;  // the calls of node_ before them
+  uint64_t first_round_ = 0;  // calls of node_ before the rounds
   uint64_t num_rounds_ = 0;
   std::vector<double> earlier_waits_;               // [num_ranks], or empty
   std::atomic<uint64_t> num_whole_ = ~uint64_t{0};  // before a call whose transfer has failed

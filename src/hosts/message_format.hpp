@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How rows lie in the messages between a source and its forwarder: some rows, then their weights,
-// then their scale rows. Both ends derive it from the call.
+// then their scale rows. Both ends derive the format from the call.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct MessageFormat {
   [[nodiscard]] WEFT_HD constexpr int64_t num_chunks(int64_t count) const {
     return (count + rows - 1) / rows;
   }
-  // The bytes of the messages for so many rows.
+  // Returns the bytes of the messages for so many rows.
   [[nodiscard]] WEFT_HD constexpr int64_t area_bytes(int64_t count) const {
     const int64_t last = num_chunks(count) - 1;
     return last < 0 ? 0 : last * stride() + num_rows(last, count) * token_bytes();
@@ -41,8 +41,8 @@ struct MessageFormat {
   }
 };
 
-// Messages of about a megabyte: smaller ones cost a network more than they carry. At least `least`
-// rows, so that there is a signal for each message.
+// Returns messages of about a megabyte, as smaller ones cost a network more than they carry, but of
+// at least `least` rows, so that there is a signal for each message.
 [[nodiscard]] constexpr MessageFormat message_format(
     int64_t row_bytes, int64_t weight_bytes, int64_t scale_bytes, int64_t least
 ) {

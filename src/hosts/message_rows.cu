@@ -47,7 +47,7 @@ __device__ void pack_token(
   }
 }
 
-// A block fills whole messages, so that the first ones can leave while others are packed.
+// Packs whole messages by block, so that the first ones can leave while others are packed.
 __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackLaunch call) {
   const int64_t num_chunks = call.format.num_chunks(call.count);
   const int warp = warp_in_block();

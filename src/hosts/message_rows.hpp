@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Work of a GPU for inter-node tokens: it packs rows into messages, adds up what other domains send
-// back, and tells what is known of rows. Launches allocate nothing; each throws Error (kCuda).
+// back, and writes facts about rows. Launches allocate nothing; each throws Error (kCuda).
 // message_rows.cu has the kernels.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace weft {
 // Blocks that pack. The number is a guess; few blocks suffice to fill the link to the host.
 inline constexpr int kPackBlocks = 16;
 
-// Rows `index` [count] of up to three arrays into messages of the format.
+// Packs rows `index` [count] of up to three arrays into messages of the format.
 struct PackLaunch {
   MessageFormat format;
   const std::byte* rows = nullptr;    // of format.row_bytes
@@ -31,7 +31,7 @@ struct PackLaunch {
   int32_t weight_cols = 0;
   int64_t count = 0;
   std::byte* messages = nullptr;  // chunk c at c * format.stride()
-  uint32_t* done = nullptr;  // [num chunks] gets `number` when a chunk is there; null: nobody asks
+  uint32_t* done = nullptr;       // [num chunks] gets `number` when a chunk is there; null: unused
   uint32_t number = 0;
   // State of the kernels that made the rows; `done` gets nothing unless it is kRunning. Null: no
   // kernels did.
@@ -40,8 +40,8 @@ struct PackLaunch {
 
 void launch_pack(const PackLaunch& call, cudaStream_t stream);
 
-// out[t] = the sum of parts[row[i]] for i in begin[t] .. begin[t + 1]: in fp32, the first term
-// first, rounded once; zero without terms. The parts of bf16 rows may be coded.
+// Sets out[t] to the sum of parts[row[i]] for i in begin[t] .. begin[t + 1]: in fp32, the first
+// term first, rounded once; zero without terms. The parts of bf16 rows may be coded.
 struct SumPartsLaunch {
   DType dtype = DType::kBFloat16;
   Wire wire = Wire::kNone;
@@ -64,7 +64,7 @@ struct SumPartsLaunch {
 
 void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream);
 
-// Facts that a dispatch tells of its rows, from lists.
+// Writes facts about a dispatch's rows, from lists.
 struct TellRowsLaunch {
   int64_t count = 0;              // rows with a token
   const int32_t* list = nullptr;  // [count, 3] row, source rank, token there
@@ -78,8 +78,8 @@ struct TellRowsLaunch {
 
 void launch_tell_rows(const TellRowsLaunch& call, cudaStream_t stream);
 
-// The kernels behind it in the stream end at once, and say so to their peers, if what they are
-// about to read has not come.
+// Makes the kernels behind it in the stream end at once, and tell their peers so, if a transfer of
+// what they are about to read has failed.
 struct StopLaunch {
   const uint32_t* has_failed = nullptr;  // memory of the host; 0: all has come
   LocalState* local = nullptr;           // of these kernels
@@ -87,7 +87,7 @@ struct StopLaunch {
 
 void launch_stop(const StopLaunch& call, cudaStream_t stream);
 
-// Once per device.
+// Prepares the kernels; once per device.
 void prepare_message_rows();
 
 }  // namespace weft

@@ -43,7 +43,7 @@ void MessageTransfer::run(
   }
 }
 
-// Written by a GPU while this thread looks.
+// Reads a word that a GPU may write meanwhile.
 bool MessageTransfer::is_packed(size_t i) const {
   const MessageSend& send = sends_[i];
   if (next_send_[i] >= num_messages(send)) {
@@ -57,7 +57,7 @@ bool MessageTransfer::is_any_packed() const {
   return is_any(sends_.size(), [&](size_t i) { return is_packed(i); });
 }
 
-// One message of each peer at a time, so that none waits for all of another's.
+// Sends one message to each peer at a time, so that none waits for all of another's.
 bool MessageTransfer::send_packed() {
   bool has_sent = false;
   for (size_t i = 0; i < sends_.size(); ++i) {
@@ -124,7 +124,7 @@ void MessageTransfer::await_arrival(const std::function<void()>& look) {
   );
 }
 
-// The GPU rings no bell: a look, then a turn for other threads.
+// Polls, as the GPU rings no bell, then lets other threads run.
 void MessageTransfer::await_packing(const std::function<void()>& look) {
   constexpr int kLooks = 64;
   for (int n = 0; n < kLooks; ++n) {

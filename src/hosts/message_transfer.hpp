@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages between this rank and other domains, in both directions at once, by the calling thread:
-// each is put as soon as it is packed and handed over as soon as it has come. And counts of those
-// that have come, where the GPU looks, and the thread that does all this.
+// Moves messages between this rank and other domains, in both directions at once, by the calling
+// thread: each is put as soon as it is packed and handed over as soon as it has come. Also the
+// counts of messages that have come, which the GPU reads, and the thread that does all this.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@
 
 namespace weft {
 
-// `count` rows to a peer. Message c raises `first_signal` + c there.
+// Sends `count` rows to a peer. Message c raises `first_signal` + c there.
 struct MessageSend {
   int to = 0;
   int64_t count = 0;
@@ -41,29 +41,29 @@ struct MessageReceive {
   uint32_t first_signal = 0;
 };
 
-// Copies of messages are queued before these have come, and go on as the counts do. The caller says
-// how many are expected, a thread that receives them counts.
+// Counts messages that have come. Copies of messages are queued before these have come, and wait
+// for the counts. The caller says how many are expected; the thread that receives them counts.
 class MessageCounts {
  public:
   // One count for each place, from 0; they go on from call to call, beyond 2^32 from 0 again.
   explicit MessageCounts(std::span<uint32_t> counts) : counts_(counts), expected_(counts.size()) {}
 
-  // The caller: `count` more. -> what the count is before them.
+  // The caller expects `count` more; returns the count before them.
   uint32_t expect(size_t place, int64_t count) {
     const uint32_t before = expected_[place];
     expected_[place] += static_cast<uint32_t>(count);
     return before;
   }
-  // The receiver: it is so much now, and the messages can be read, or will never come.
+  // The receiver sets the count: so many messages can be read, or will never come.
   void set(size_t place, uint32_t count) {
     std::atomic_ref(counts_[place]).store(count, std::memory_order_release);
   }
-  // Any thread: whether it is at `count` or beyond.
+  // Any thread: returns whether the count at `place` is `count` or beyond.
   [[nodiscard]] bool has_reached(size_t place, uint32_t count) const {
     const uint32_t now = std::atomic_ref(counts_[place]).load(std::memory_order_acquire);
     return static_cast<int32_t>(now - count) >= 0;
   }
-  // The word that the GPU waits for.
+  // Returns the word that the GPU waits for.
   [[nodiscard]] const uint32_t* word(size_t place) const { return &counts_[place]; }
 
  private:
@@ -84,7 +84,7 @@ class MessageTransfer {
   MessageTransfer(const Owner& owner, const MessageFormat& format, const WaitReason& reason)
       : owner_(owner), format_(format), reason_(reason) {}
 
-  // Until all has passed. `take(i, c)`: message c of receive i is here; in order for each i.
+  // Runs until all has passed. `take(i, c)`: message c of receive i is here; in order for each i.
   // `look()` is called now and then during waits and throws what has gone wrong elsewhere. Throws
   // TimeoutError and PeerError.
   void run(
@@ -97,12 +97,12 @@ class MessageTransfer {
  private:
   [[nodiscard]] bool is_packed(size_t i) const;
   [[nodiscard]] bool has_come(size_t i) const;
-  // The signal of a receive's next message, and its value once that is here.
+  // Returns the signal of a receive's next message; wanted() its value once the message is here.
   [[nodiscard]] uint32_t next_signal(size_t i) const {
     return receives_[i].first_signal + static_cast<uint32_t>(next_receive_[i]);
   }
   [[nodiscard]] uint64_t wanted(size_t i) const { return owner_.settled[next_signal(i)] + 1; }
-  // Messages of a send or receive, and whether the next one of each is behind the last.
+  // Returns the messages of a send or receive; is_through(): whether all have passed, by `next`.
   [[nodiscard]] int64_t num_messages(const auto& one) const {
     return format_.num_chunks(one.count);
   }
@@ -131,8 +131,8 @@ class MessageTransfer {
 };
 
 // A thread that moves data for callers who go on meanwhile, one job after the other. Its jobs use
-// no CUDA: a caller that waits for the GPU inside of CUDA keeps other threads out of it, and the
-// GPU may wait for this one.
+// no CUDA: a caller that waits for the GPU inside of CUDA keeps other threads out of CUDA, and the
+// GPU may wait for this thread.
 class TransferThread {
  public:
   struct Job {
@@ -140,15 +140,15 @@ class TransferThread {
     std::function<void()> give_up;  // after run() threw, and instead of it if an earlier one did
   };
 
-  // Stays on `cores`, if there are any.
+  // Starts the thread, which stays on `cores`, if there are any.
   explicit TransferThread(const std::vector<int>& cores = {});
   ~TransferThread();  // once all jobs have ended
   TransferThread(const TransferThread&) = delete;
   TransferThread& operator=(const TransferThread&) = delete;
 
   void start(Job job);
-  // Until all jobs have ended. Throws what the first threw that did, once; then jobs run again.
-  // `look()` is called now and then meanwhile.
+  // Waits until all jobs have ended. Throws, once, what the first job that failed threw; then jobs
+  // run again. `look()` is called now and then meanwhile.
   void wait(const std::function<void()>& look = [] {});
   [[nodiscard]] bool is_running() const;
 

@@ -12,11 +12,11 @@
 namespace weft {
 namespace {
 
-// Bytes of images that take longer to write than other threads to wake.
+// Bytes of images from which writing takes longer than waking other threads.
 constexpr uint64_t kMuchToWrite = uint64_t{1} << 18U;
 constexpr int64_t kMaxRounds = 4096;  // of a domain; tells the plans of one call apart
 
-// A tensor of the GPU's in host memory, once the stream has passed.
+// Copies a tensor of the GPU's to host memory; it is there once the stream has passed.
 class HostCopy {
  public:
   void copy(const ConstTensor& from, cudaStream_t stream, const Context& context) {
@@ -52,7 +52,7 @@ PlanData output_of(const PlanData& plan) {
   return header;
 }
 
-// Returns the same as a rank of its domain sees it, in one round.
+// Returns output_of() as a rank of its domain sees it, in one round.
 PlanData round_of(const PlanData& plan, const Round& round) {
   const Domains& domains = *plan.between->domains;
   PlanData header = output_of(plan);

@@ -17,7 +17,7 @@ T* at(std::span<std::byte> image, uint64_t offset) {
   return reinterpret_cast<T*>(image.data() + offset);
 }
 
-// The arrays of a pair: what a compiler cannot see stay the same while others are written.
+// Holds a pair's arrays, as a compiler cannot see that they stay while others are written.
 struct RoutesView {
   explicit RoutesView(const Arrivals& pair)
       : num_arrivals(pair.token.size()),
@@ -38,7 +38,7 @@ struct RoutesView {
   const float* weight;
 };
 
-// Rows of combine's parts, by token, that hold what it gets from each domain.
+// Returns the rows of combine's parts, by token, that hold what the token gets from each domain.
 std::vector<int32_t> part_rows(const PlanData& plan) {
   const DomainTraffic& traffic = *plan.between;
   std::vector<int32_t> first;  // [num_domains]
@@ -61,7 +61,7 @@ std::vector<int32_t> part_rows(const PlanData& plan) {
   return rows;
 }
 
-// A route that was kept goes to a domain from which its token has a part.
+// Returns each route's part, -1: none. A kept route goes to a domain that its token has a part of.
 std::vector<int32_t> weight_rows(const PlanData& plan, std::span<const int32_t> part_row) {
   const DomainTraffic& traffic = *plan.between;
   std::vector<size_t> domain_of;  // by expert

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a plan on the host to what the GPUs of a domain follow: the image of one round (PlanImage),
-// in which every rank of the domain sends the tokens of one source: its own, or those that it
-// forwards; and arrays that a GPU needs of the plan in addition to its rounds (InterNodeIndex),
-// which message_rows.cu reads: the inter-node tokens, where rows come from, and what combine adds
-// up. Previous in the data flow: plan.cpp; next: src/cuda/plan/call.cpp.
+// Turns a plan on the host into what the GPUs of a domain follow: the image of one round
+// (PlanImage), in which every rank of the domain sends the tokens of one source: its own, or those
+// that it forwards; and further arrays that a GPU needs of the plan (InterNodeIndex), which
+// message_rows.cu reads: the inter-node tokens, where rows come from, and what combine adds up.
+// Previous in the data flow: plan.cpp; next: src/cuda/plan/call.cpp.
 #pragma once
 
 #include <cstdint>
@@ -28,23 +28,23 @@ struct Round {
   std::vector<Pair> pairs;
 };
 
-// Round 0 sends this rank's own tokens; round i those of the i-th source that it forwards for, or
-// none.
+// Returns round 0, which sends this rank's own tokens, or round i, which sends those of the i-th
+// source that it forwards for, or none.
 [[nodiscard]] Round find_round(const PlanData& plan, size_t index);
-// Rounds that every rank of the domain takes part in.
+// Returns the number of rounds, in which every rank of the domain takes part.
 [[nodiscard]] size_t num_rounds(const PlanData& plan);
 
 // The image for this rank, in a domain whose plan blocks have the geometry `map`.
 class PlanImage {
  public:
-  // `topk` is the plan's. The round must outlive it.
+  // `topk` is the plan's. The round must outlive the image.
   PlanImage(const PlanMap& map, const Round& round, int topk);
 
   [[nodiscard]] uint64_t num_bytes() const { return num_bytes_; }
   // [members]
   [[nodiscard]] const std::vector<ImportedRecords>& records() const { return records_; }
-  // These write the image in two parts, by any threads; `image` has num_bytes(). `is_first`:
-  // padding of the output is this round's to zero.
+  // These write the image in two parts, by any threads; `image` has num_bytes(). `is_first`: this
+  // round zeroes the padding of the output.
   void write_block(std::span<std::byte> image, const PlanData& plan, bool is_first) const;
   void write_records(std::span<std::byte> image) const;
 
@@ -61,7 +61,7 @@ class PlanImage {
   uint64_t num_bytes_ = 0;
 };
 
-// Place of each array, as T says: offsets in bytes, or addresses.
+// Place of each array: its offset in bytes, or its address, by T.
 //
 // Combine adds up parts: the own domain's sums, a row for each token, then the sums of the other
 // domains, ascending, a row for each inter-node token.
@@ -79,12 +79,12 @@ struct InterNodeArrays {
 // Arrays on the host, one behind the other, ready to be copied.
 class InterNodeIndex {
  public:
-  // The plan must outlive it.
+  // The plan must outlive the index.
   explicit InterNodeIndex(const PlanData& plan);
 
   [[nodiscard]] uint64_t num_bytes() const { return map_.num_bytes(); }
   void write(std::byte* to) const;
-  // Once the bytes lie at `address`, of whatever memory.
+  // Returns the arrays once the bytes lie at `address`, of whatever memory.
   [[nodiscard]] InterNodeArrays<const int32_t*> at(const std::byte* address) const;
 
  private:

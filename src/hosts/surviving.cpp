@@ -15,7 +15,7 @@ namespace weft {
 namespace {
 
 constexpr std::string_view kPrefix = "peer+";  // of the name of a transport between domains
-// Calls that may run at once: a call waits until what the last but one has queued has ended.
+// Calls that may run at once: a call waits until the work of the last but one has ended.
 constexpr size_t kMostRunning = 6;
 
 // Returns the configuration of an exchange that knows of no loss.
@@ -27,7 +27,7 @@ ExchangeConfig config_among_members(const ExchangeConfig& wanted, std::string_vi
   return config;
 }
 
-// `ranks` ascend.
+// Returns the ranks that are not in `ranks`, which ascend.
 std::vector<int> others_than(const std::vector<int>& ranks, int num_ranks) {
   std::vector<int> others;
   for (int rank = 0; rank < num_ranks; ++rank) {
@@ -38,7 +38,7 @@ std::vector<int> others_than(const std::vector<int>& ranks, int num_ranks) {
   return others;
 }
 
-// Waits are counted on.
+// Adds `more`, but takes over its wait_seconds, as each exchange counts on from the one before.
 void add(ExchangeStats& sum, const ExchangeStats& more) {
   sum.num_plans += more.num_plans;
   sum.num_dispatches += more.num_dispatches;
@@ -84,7 +84,7 @@ SurvivingHosts::SurvivingHosts(
   network_name_ = settings_.transport.substr(kPrefix.size());
   last_call_ = kUnknownCalls;
   const CudaDeviceGuard guard(settings_.device.index);
-  WEFT_CUDA(context_, cudaFree(nullptr));  // what CUDA does at first nobody else has to wait for
+  WEFT_CUDA(context_, cudaFree(nullptr));  // no other rank has to wait for CUDA's start
   losses_ = std::make_unique<LossWatch>(group, context_, settings_.timeout, kernels());
   losses_->meet(kernels().connect);
   last_call_ = *met_call_ + 1;
@@ -102,7 +102,7 @@ LossWatch::Kernels SurvivingHosts::kernels() {
       .connect = [this](const Group& members, const Meeting& who) { connect(members, who); }};
 }
 
-// Connects in place of the thread that calls, if that waits elsewhere.
+// May run on the watch's thread, in place of the calling one, if that waits elsewhere.
 void SurvivingHosts::connect(const Group& group, const Meeting& who) {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
@@ -149,7 +149,7 @@ auto SurvivingHosts::run_call(Op op, const Call& call) {
       }
       end_by(op, error.code() == ErrorCode::kTimeout ? error.code() : *harm);
     }
-    count_call();  // it was refused
+    count_call();  // `call` was refused
     throw;
   }
 }
@@ -202,7 +202,7 @@ void SurvivingHosts::combine(
 
 bool SurvivingHosts::refuse(Op op, const Refusal& reason, const CallOptions& call) {
   if (broken_ || losses_->has_news()) {
-    return true;  // nobody makes this call
+    return true;  // no rank makes this call
   }
   const LossWatch::Wait wait(losses_.get());
   const bool is_told = now_->refuse(op, reason, call);
@@ -358,7 +358,7 @@ void SurvivingHosts::raise_losses(Op op, const LossWatch::Agreement& agreed) {
   losses_->raise(op_name(op), report(), settings_.on_loss);
 }
 
-// The change counts as one, so that calls before and after it differ.
+// Counts the change as a call, so that calls before and after it differ.
 void SurvivingHosts::go_on_after(uint64_t last_call) {
   last_call_ = last_call + 1;
   rounds_after_.clear();
@@ -395,7 +395,7 @@ std::string SurvivingHosts::invitation() const {
   return losses_->invitation(std::string(kPrefix) + network_name_);
 }
 
-// Like a call: it ends in the same way, and with the same members, on all that are left.
+// Ends, like a call, in the same way and with the same members on all ranks that are left.
 void SurvivingHosts::readmit(std::span<const int> ranks) {
   const LossWatch::Wait wait(losses_.get());
   check();
@@ -429,12 +429,12 @@ void SurvivingHosts::readmit(std::span<const int> ranks) {
 
 // --- what it answers for ---
 
-// Waits of the exchanges before are counted in stats() alone.
+// Adds the waits that `now_` counts, which include those of the exchanges before.
 void SurvivingHosts::add_waits(int64_t* sums, int64_t times, const CallOptions& call) {
   now().add_waits(sums, times, call);
 }
 
-// Any thread, which asks nothing of the watch: that may be about to replace the exchange.
+// Any thread may call this. It asks nothing of the watch, which may be about to replace `now_`.
 Buffer SurvivingHosts::allocate(const Tensor& shape) {
   const std::lock_guard lock(memory_mutex_);
   WEFT_CHECK(

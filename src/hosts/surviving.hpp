@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // GPUs of several domains that go on without ranks that are lost (PeerLoss::kShrink). When that
-// happens, or when new processes come, those that are left make another HostsExchange of their own:
-// nothing that a lost rank still writes reaches its memory. Nothing is made again inside a call, as
-// on GPUs of one domain (cuda/exchange/loss_watch.hpp).
+// happens, or when new processes come, the ranks that are left make another HostsExchange, into
+// whose memory no lost rank writes. Nothing is made again inside a call, as on GPUs of one domain
+// (cuda/exchange/loss_watch.hpp).
 #pragma once
 
 #include <cstdint>
@@ -63,42 +63,42 @@ class SurvivingHosts final : public Executor {
   [[nodiscard]] Footprint footprint() const override { return now().footprint(); }
 
  private:
-  // The exchange of those that are left, which no other thread replaces until this one has made a
-  // call. Throws why there is none.
+  // Returns the exchange of the ranks that are left, which no other thread replaces until this one
+  // has made a call. Throws why there is none.
   [[nodiscard]] HostsExchange& now() const;
   // See LossWatch::Connect.
   void connect(const Group& group, const Meeting& who);
   [[nodiscard]] LossWatch::Kernels kernels();
 
-  // One call of `now_`, or two at once, which `call` counts if they have been made; one that is
-  // refused counts, too. Throws Error (kRanksLost) where ranks were lost before it, or in it before
-  // it could be made.
+  // Makes one call of `now_`, or two at once, which `call` counts if they have been made; a refused
+  // call counts, too. Throws Error (kRanksLost) where ranks were lost before the call, or in it
+  // before it could be made.
   template <class Call>
   auto run_call(Op op, const Call& call);
   // Throws Error (kInvalidArgument), on all ranks, for a plan of other members.
   void check_plan(Op op, const Plan& plan, const CallOptions& call);
   void count_call();
   void uncount_call();
-  // Why `now_` cannot be used any more; nothing: it can.
+  // Returns why `now_` cannot be used any more; nothing: it can.
   [[nodiscard]] std::optional<ErrorCode> find_harm() const;
-  // For that reason: throws Error (kRanksLost), or the exception being handled and again at every
-  // further call.
+  // Ends a call for `cause`: throws Error (kRanksLost), or the exception being handled, and that
+  // again at every further call.
   [[noreturn]] void end_by(Op op, ErrorCode cause);
   // The watch has seen a rank end: throws Error (kRanksLost), or PeerError if nothing can be done.
   [[noreturn]] void go_on_without_ended(Op op);
   // Does what CudaExchange::look_for_losses() does, where the watch has news or a call has failed.
-  // If it returns, this exchange cannot be used any more.
+  // After it returns, this exchange cannot be used any more.
   void look_for_losses(Op op, ErrorCode cause);
   [[noreturn]] void raise_losses(Op op, const LossWatch::Agreement& agreed);
-  // Calls go on after this one.
+  // Numbers the next calls after `last_call`.
   void go_on_after(uint64_t last_call);
-  // Returns what this rank's calls have come to; nothing: they have not ended yet.
+  // Returns how this rank's calls have ended; nothing: they have not yet.
   [[nodiscard]] std::optional<LossWatch::Calls> ended_calls() const;
-  // Waits until they have, and returns the same. Throws TimeoutError.
+  // Waits until the calls have ended, and returns how. Throws TimeoutError.
   [[nodiscard]] LossWatch::Calls awaited_calls() const;
-  // Ends them.
+  // Ends the calls, and returns how they have ended. Throws TimeoutError.
   [[nodiscard]] LossWatch::Calls stopped_calls();
-  // Nothing can be done any more; the exception being handled says why.
+  // Makes every further call throw the exception being handled.
   void set_broken();
 
   ExchangeConfig settings_;  // "auto" resolved
@@ -106,14 +106,14 @@ class SurvivingHosts final : public Executor {
   std::vector<std::vector<int>> domains_;
   std::string network_name_;            // the transport between domains, as asked for
   std::unique_ptr<HostsExchange> now_;  // null: it could not be made
-  std::mutex memory_mutex_;             // guards now_ between who replaces it and allocate()
-  // The calls of this rank, by all of these exchanges; void ones, and one for each change of the
-  // members, count.
+  std::mutex memory_mutex_;             // guards now_ between connect() and allocate()
+  // The last call of this rank, counted over all its exchanges; void calls, and one for each change
+  // of the members, count.
   uint64_t last_call_ = 0;
-  std::optional<uint64_t> met_call_;  // the last of whoever was the furthest when they met
+  std::optional<uint64_t> met_call_;  // last of the rank that was furthest in connect()
   std::deque<uint64_t>
       rounds_after_;  // HostsExchange::num_queued_rounds() after each of the last calls
-  std::vector<uint64_t> old_plans_;  // PlanData::exchange_id of those of other members
+  std::vector<uint64_t> old_plans_;  // PlanData::exchange_id of plans of other members
   Op running_op_ = Op::kNone;
   ExchangeStats before_;  // of the exchanges before this one
   std::exception_ptr broken_;
