@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record of the ranks that have come to a collective of a process group, so that one that does not
-come is named when time is up. group.py asks before each collective of torch's, which would wait for
-half an hour."""
+"""Record of the ranks that have come to a collective of a process group, to name an absent rank
+when time is up. group.py asks before each torch collective, which would wait for half an hour."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from weft.errors import PeerError, TimeoutError
 
 TIMEOUT = 100.0  # seconds that a rank is waited for where no caller says how many
 LEAST = 5.0  # seconds, however few are said: set-up itself takes a while
-_SHORT, _LONG = 5e-4, 0.05  # seconds between two questions to the store, which grow
+_SHORT, _LONG = 5e-4, 0.05  # growing seconds between two looks at the store
 
 _timeout = contextvars.ContextVar("timeout", default=TIMEOUT)
 
 
 @contextlib.contextmanager
 def within(seconds: object) -> Iterator[None]:
-    """Collectives inside wait no longer for a rank, but `LEAST` seconds in any case; `TIMEOUT` for
-    what is no number of seconds."""
+    """Limits collectives inside to `seconds` of waiting for a rank, at least `LEAST`; `TIMEOUT` if
+    it is no number."""
     is_given = isinstance(seconds, int | float) and seconds > 0
     before = _timeout.set(max(float(seconds), LEAST) if is_given else TIMEOUT)
     try:
@@ -34,17 +33,17 @@ def within(seconds: object) -> Iterator[None]:
 
 
 class Arrivals:
-    """Record of the ranks of a process group that have come, in the group's store, which this must
-    not keep alive. A round ends with the same word for all: that all are there, or why no rank
-    waits any longer."""
+    """Record in a process group's store of the ranks that have come; must not keep the store alive.
+    A round ends with the same word for all: that all are there, or why no rank waits any
+    longer."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
         self._round = 0
 
     def await_all(self, process_group: dist.ProcessGroup) -> None:
-        """Collective. Raises TimeoutError with the ranks that have not come in time, on these too
-        when they come; PeerError where the store is gone with the rank that has it."""
+        """Collective. Raises TimeoutError that names late ranks, on them too when they come;
+        PeerError where the store is gone with the rank that holds it."""
         _, store = dist.distributed_c10d._world.pg_map.get(process_group, (None, None))
         if store is None or self._num_ranks == 1:  # torch keeps none of some
             return
@@ -61,7 +60,7 @@ class Arrivals:
         name = f"round {self._round}"
 
         def end(word: str) -> str:
-            """The first word of any rank."""
+            """Returns any rank's first word."""
             return store.compare_set(name, "", word).decode()
 
         def is_late(rank: int) -> bool:

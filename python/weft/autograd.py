@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch and combine with gradients. Each is the other's adjoint, so the backward is made of the
-same calls, which have gradients again. exchange.py makes the calls.
+"""dispatch and combine with gradients. Each is the other's adjoint, so a backward is the other
+call, which has gradients again. exchange.py makes the calls.
 
 Neither saves its input: a plan is all that backward needs.
 """
@@ -57,8 +57,8 @@ def _keep(ctx, plan, rows, weights, options) -> None:  # noqa: ANN001
 
 
 def _undo(ctx, call: Callable, grad, grad_weights, shape):  # noqa: ANN001, ANN202
-    """All ranks call in the backward or none: what a rank does not use gets zeros. shape: of the
-    weights' gradient."""
+    """Makes the adjoint call. All ranks make it or none: missing gradients become zeros. shape: of
+    grad_weights."""
     dtype, (_, cols), device = ctx.sent
     if grad is None:
         grad = torch.zeros((shape[0], cols), dtype=dtype, device=device)
@@ -68,14 +68,14 @@ def _undo(ctx, call: Callable, grad, grad_weights, shape):  # noqa: ANN001, ANN2
 
 
 def has_gradient(first: Any, second: Any) -> bool:
-    """Returns whether autograd must know of the call; telling it costs more than the call."""
+    """Returns whether autograd must record the call; recording costs more than the call."""
     is_wanted = getattr(first, "requires_grad", False) or getattr(second, "requires_grad", False)
     return is_wanted and torch.is_grad_enabled()
 
 
 def _problem(moved: tuple[Any, ...], others: dict[str, Any]) -> str | None:
-    """Why a call lacks derivatives that are asked for: it has those of a backward, of `moved`, and
-    none of the others, by name."""
+    """Tells why a call lacks derivatives that are asked for: only `moved` have them, in a backward;
+    `others`, by name, have none."""
     for name, tensor in others.items():
         if has_gradient(tensor, None):
             return f"{name} has no gradient (give it detached)"
@@ -89,14 +89,14 @@ def _problem(moved: tuple[Any, ...], others: dict[str, Any]) -> str | None:
 def _refuse_if(
     problem: str | None, verb: str, exchange: Exchange, plan: Plan | None = None, **choices: Any
 ) -> None:
-    """Raises NotImplementedError here, and the same on all ranks."""
+    """Raises NotImplementedError of `problem`; all ranks refuse."""
     if problem is not None:
         exchange.refuse(verb, f"{verb}: {problem}", plan, **choices)
         raise NotImplementedError(f"{verb}: {problem}")
 
 
 def plan(exchange: Exchange, topk_idx: Tensor | None = None, *args: Any, **options: Any) -> Plan:
-    """Collective. Where every token goes: `exchange.plan` with the same arguments."""
+    """Collective. Plans where tokens go: `exchange.plan` with the same arguments."""
     return exchange.plan(topk_idx, *args, **options)
 
 
@@ -109,7 +109,7 @@ def dispatch(
     quantise: str = "none",
     **options: Any,
 ) -> Dispatched:
-    """Collective. Tokens to their experts; differentiable in `x` and `weights`.
+    """Collective. Sends tokens to experts; differentiable in `x` and `weights`.
 
     x [T, hidden] bf16, fp16 or fp32, or [T, any] of a one-byte dtype, moved as it is (row bytes a
     multiple of 16); made contiguous. weights fp32 [T, K], or [T, E] beside a routing map.
@@ -148,7 +148,7 @@ def plan_and_dispatch(
     scales: Tensor | None = None,
     **choices: Any,
 ) -> tuple[Plan, Dispatched]:
-    """Collective. `exchange.plan` with topk_idx, then `dispatch` by it; differentiable likewise.
+    """Collective. Does `exchange.plan` by topk_idx, then `dispatch`; differentiable likewise.
 
     Faster than the two calls: a GPU that tells the number of rows finds everything else ready, and
     where the number is given and tokens are few, both are one launch. choices: those of
@@ -178,14 +178,14 @@ def combine(
     wire: str = "none",
     **options: Any,
 ) -> Combined:
-    """Collective. Rows back to their tokens, summed; differentiable in `rows` and `row_weights`.
+    """Collective. Sums rows back to their tokens; differentiable in `rows` and `row_weights`.
 
     rows [plan.num_rows, hidden] bf16, fp16 or fp32. row_weights fp32 like those of `dispatch`,
     usually gradients. scale "plan": each row times its route's weight in the plan; "source": times
-    source_weights fp32 [T, K] (not with rank_major); neither has gradients, which raises
-    NotImplementedError where one is asked for. wire: what bf16 rows,
+    source_weights fp32 [T, K] (not with rank_major); both raise NotImplementedError where a
+    gradient is asked for. wire: what bf16 rows,
     of a hidden size that is a multiple of 128, travel as: "fp8" takes about half the bytes,
-    "logfmt10" two thirds; with what errors, docs/wire.md says. The backward is a dispatch and stays
+    "logfmt10" two thirds; docs/wire.md has their errors. The backward is a dispatch and stays
     exact. num_sms and copy_engines: see `dispatch`.
     Returns x [T, hidden]: sums in fp32, the rows of a rank first (rounded once), then ranks in
     ascending order (rounded once), or by choice if the plan has order "topk"; zeros for a token

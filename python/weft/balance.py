@@ -35,8 +35,8 @@ _BETWEEN = "|"  # the parts of an invitation
 
 
 class Balance:
-    """One rank's places for replicas, which all layers of these shapes share: what they hold is
-    that of the last call.
+    """One rank's places for replicas, shared by all layers of these shapes; they hold the weights
+    of the last call.
 
     Collective. exchange: whose ranks, experts (El of each rank) and device it is for. replicas: R,
     the same on all ranks. shapes: of each tensor of an expert's weights, without the experts.
@@ -124,7 +124,7 @@ class Balance:
             )
 
     def _make_carrier(self, group: Group, copy_engines: bool, timeout: float | None) -> Exchange:
-        """With room for all replicas of the group from one rank, and for their gradients."""
+        """Makes an exchange with room for the group's replicas from one rank, and gradients."""
         num_ranks = group.num_ranks
         tag = copies.TAG_BYTES
         row, each = copies.rows_of(tag + sum(copies.bytes_of(one).size(1) for one in self._places))
@@ -143,7 +143,7 @@ class Balance:
 
     @property
     def num_places(self) -> int:
-        """El + R."""
+        """Places: El + R."""
         return self.num_local_experts + self.replicas
 
     @property
@@ -156,14 +156,13 @@ class Balance:
     def push_weights(
         self, plan_or_placement: Plan | Tensor, weights: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Collective. The weights of experts [El, ...], of these shapes and dtypes, to the ranks
-        that have replicas of them, bit by bit.
+        """Collective. Copies experts' weights [El, ...], of the balance's shapes and dtypes, bit by
+        bit to the ranks that have replicas of them.
 
-        Returns the replicas' [R, ...], which hold until the next call; an empty place is as it was.
-        An `apply` that follows with the same placement, and the same memory, which nothing has
-        changed since that torch knows of, does not push them again: so they may be on their way, on
-        a stream of their own, while tokens are dispatched. Ranks on which that differs raise
-        InvalidArgument.
+        Returns the replicas' [R, ...], valid until the next call; an empty place is as it was.
+        A following `apply` with the same placement and the same memory, unchanged as far as torch
+        knows, does not push again: so weights may travel on a stream of their own while tokens are
+        dispatched. Ranks that differ in this raise InvalidArgument.
         """
         with self._refusing("push_weights"):
             held = self._hold_of(plan_or_placement, weights)
@@ -172,11 +171,11 @@ class Balance:
         return tuple(one[self.num_local_experts :] for one in self._places)
 
     def reduce_grads(self, plan_or_placement: Plan | Tensor, grads: Sequence[Tensor]) -> None:
-        """Collective. Gradients of replicas are added to those of their masters, in place: what is
-        there, then by ascending rank; in fp32, rounded once.
+        """Collective. Adds replicas' gradients to their masters', in place: the master's, then by
+        ascending rank; in fp32, rounded once.
 
         grads: [El + R, ...] each, fp32, bf16 or fp16, contiguous, of masters and then of replicas;
-        together of at most as many elements for an expert as the weights. Those of replicas stay.
+        together at most as many elements per expert as the weights. Replicas' gradients stay.
         """
         with self._refusing("reduce_grads"):
             placement = self._placement_of(plan_or_placement)
@@ -194,13 +193,13 @@ class Balance:
         wgrad: str = "places",
         queue: Any = None,
     ) -> Any:
-        """Collective, and so is its backward. experts(rows, *weights), with weights [El + R, ...]
-        of masters and then of replicas; differentiable.
+        """Collective, and so is its backward. Returns experts(rows, *weights), with weights
+        [El + R, ...] of masters and then of replicas; differentiable.
 
-        Before it the replicas get their weights, and before its backward again, as another layer
+        Replicas get their weights before `experts`, and again before its backward, as another layer
         may have had the places since. After the backward of `experts`, and before that of what made
-        `rows`, the gradients of replicas are added to those of the masters, as `reduce_grads` does:
-        weights [El, ...] get gradients, and nobody sees the replicas'. `experts` may keep its
+        `rows`, replicas' gradients are added to the masters', as `reduce_grads` does: weights
+        [El, ...] get gradients, and no caller sees the replicas'. `experts` may keep its
         weights for backward, but for nothing else.
 
         wgrad "blocks", of all ranks or none: weights come as `PlacedWeight`, for one `block_linear`
@@ -226,8 +225,8 @@ class Balance:
         wgrad: str = "places",
         queue: Any = None,
     ) -> tuple[Tensor, list[Any], Held]:
-        """Collective. The first half of `apply`, for experts that are no function: rows, and the
-        weights of all places, to compute with; what they make goes to `take_back`, with the loan.
+        """Collective. Does the first half of `apply`, for experts that are no function: returns
+        rows, the weights of all places, and the loan for `take_back` of the experts' results.
         """
         with self._refusing("apply"):
             held = self._hold_of(plan_or_placement, weights)
@@ -242,7 +241,7 @@ class Balance:
         return rows, lent if later is None else later.given(lent, weights), held
 
     def take_back(self, loan: Held, *made: Tensor) -> tuple[Tensor, ...]:
-        """The second half of `apply`: what the experts made, whose backward is collective."""
+        """Ends an `apply`: returns the experts' results, whose backward is collective."""
         return Leave.apply(self, loan, *made)
 
     def invitation(self) -> str:
@@ -252,20 +251,20 @@ class Balance:
         return self._sizes + _BETWEEN + carriers
 
     def check(self) -> None:
-        """Raises what was found on the GPU by what the calls have queued, as `Exchange.check`."""
+        """Raises the error that queued work found on the GPU, as `Exchange.check` does."""
         if self._carrier is not None:
             with self._hearing_of_losses():
                 self._carrier.check()
 
     def readmit(self, ranks: Iterable[int]) -> None:
-        """Takes the ranks' places here in again, like `Exchange.readmit`; all ranks that are left
-        call it between the same two calls. Then nothing is pushed yet, and the backward of an
-        `apply` from before raises InvalidArgument."""
+        """Takes lost ranks in again, like `Exchange.readmit`; all ranks that are left call it
+        between the same two calls. Nothing counts as pushed then, and the backward of an earlier
+        `apply` raises InvalidArgument."""
         self._forget()
         self._num_readmitted += 1
         if self._carrier is not None:
-            # They may be lost to nobody here: that is found out by a call. On GPUs whoever has to
-            # hear of it first makes one more, for which the others wait.
+            # The carrier may not know yet that they are lost: a call finds out. On GPUs a rank that
+            # hears of it by RanksLost makes one more, for which the others wait.
             is_known = False
             while not is_known:
                 with contextlib.suppress(RanksLost):
@@ -284,8 +283,8 @@ class Balance:
 
     @contextlib.contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
-        """Tells a failure within, unless it is one of an exchange of rows, to the ranks that come
-        to the next exchange. They too are then left without replicas."""
+        """Tells a failure within, unless an exchange of rows raised it, to the ranks that come to
+        the next exchange, which forget their replicas too."""
         self._is_exchanging = False
         try:
             yield
@@ -301,7 +300,7 @@ class Balance:
             raise
 
     def _forget(self) -> None:
-        """All ranks: nothing is there, so that none leaves out what another does not."""
+        """Forgets what is loaded, on all ranks, so that all make the same exchanges."""
         self._replicas = self._masters = self._ahead = None
         self._num_left_out = 0
 
@@ -349,7 +348,7 @@ class Balance:
 
     @contextlib.contextmanager
     def _hearing_of_losses(self) -> Iterator[None]:
-        """Forgets what was pushed if RanksLost is raised within: it may not have come."""
+        """Forgets pushed weights if RanksLost is raised within: they may be missing."""
         try:
             yield
         except RanksLost:
@@ -357,8 +356,8 @@ class Balance:
             raise
 
     def _carry_of(self, name: str, placement: Tensor, *kinds: Any) -> copies.Carry:
-        """Returns a `Carry` whose ranks compare the call, its placement, the kinds of what it
-        moves, and how many calls have needed no exchange since the last."""
+        """Returns a `Carry` whose ranks compare the call, its placement, kinds, and how many calls
+        have needed no exchange since the last."""
         told = (name, placement.tolist(), kinds)
         turns = itertools.count()
 
@@ -391,7 +390,7 @@ class Balance:
         return relaying.rounds_of(self._relays, every, self._domain_of, num_bytes, device_type)
 
     def _push(self, held: Held, name: str) -> None:
-        """Collective. Its replicas."""
+        """Collective. Sends replicas."""
         if self._carrier is not None:
             slots = [one[self.num_local_experts :] for one in self._places]
             own = [one.contiguous() for one in held.weights]
@@ -419,7 +418,7 @@ class Balance:
             self._masters = held
 
     def _views(self) -> list[Tensor]:
-        """The places. What is written there later does not count as a change of these tensors."""
+        """Returns the places, as tensors for which later writes do not count as changes."""
         return [one.data for one in self._places]
 
     @torch.no_grad()
@@ -430,7 +429,7 @@ class Balance:
             copies.add_gradients(slots, own, self._sends(placement), carry)
 
     def _reduced(self, placement: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Collective. Gradients [El + R, ...] -> those of the masters, in memory of their own."""
+        """Collective. Returns the masters' summed gradients of grads [El + R, ...], copied."""
         if not grads:  # on all ranks, or those that have some hear that it was left out here
             self._num_left_out += 1
             return []
@@ -442,7 +441,7 @@ class Balance:
 
     @torch.no_grad()
     def _sums_of_blocks(self, placement: Tensor, placed: list[PlacedWeight]) -> list[Tensor]:
-        """Collective. fp32 [El, ...], by weight."""
+        """Collective. Returns sums, fp32 [El, ...]."""
         shapes = [one.tensor.shape[1:] for one in placed]
         sizes = [math.prod(shape) for shape in shapes]
         if not placed:
@@ -464,7 +463,7 @@ class Balance:
 
 
 class Held:
-    """The weights of one call, and where replicas of them are: what `Balance.lend` has lent."""
+    """The weights of one call and their replicas' placement: what `Balance.lend` has lent."""
 
     def __init__(self, placement: Tensor, weights: Sequence[Tensor], num_readmitted: int) -> None:
         """num_readmitted: how often the balance has taken ranks back by then."""
@@ -474,11 +473,11 @@ class Held:
         self._versions = self._now()
 
     def _now(self) -> list[int | None]:
-        """None: of inference tensors torch counts no changes."""
+        """Returns weights' versions; inference tensors: None."""
         return [None if one.is_inference() else one._version for one in self.weights]
 
     def check(self) -> None:
-        """Raises InvalidArgument if they have changed."""
+        """Raises InvalidArgument if weights changed."""
         if self._now() != self._versions:
             raise InvalidArgument("weights were changed between forward and backward")
 
@@ -501,7 +500,7 @@ class Held:
 def _kinds(
     replicas: int, shapes: Sequence[Sequence[int]], dtypes: torch.dtype | Sequence[torch.dtype]
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and dtype of each tensor of an expert."""
+    """Returns shape and dtype of an expert's tensors."""
     if not 0 <= replicas <= _core.MOST_REPLICAS:
         raise InvalidArgument(f"replicas = {replicas} (expected 0 to {_core.MOST_REPLICAS})")
     sizes = [tuple(int(size) for size in shape) for shape in shapes]
@@ -538,7 +537,7 @@ def _check_wgrad(wgrad: str, queue: Any, weights: Sequence[Tensor]) -> None:
 
 
 def _zeros(num: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[num, *shape] of any dtype, also of one that torch only stores."""
+    """Returns zeros [num, *shape], also of a dtype torch only stores."""
     size = num * math.prod(shape) * dtype.itemsize
     return torch.zeros(size, dtype=torch.uint8, device=device).view(dtype).view(num, *shape)
 

@@ -3,7 +3,7 @@
 power of two for 32 elements) and NVFP4 (E2M1, an E4M3 number for 16 and one for all), and the
 layout in which grouped matrix products want such scales.
 
-The last dimension is that of a row; there may be any others before it."""
+The last dimension is a row's; any others may come before."""
 
 import torch
 from torch import Tensor
@@ -21,21 +21,21 @@ _LARGEST_E4M3 = 448.0
 
 @with_standard_floats
 def from_e8m0(exponents: Tensor) -> Tensor:
-    """float32 of exponents + 127 (uint8): 2^-127 to 2^127, and 255 is a NaN."""
+    """Returns float32 of uint8 (exponent + 127): 2^-127 to 2^127; 255 is NaN."""
     return exponents.view(torch.float8_e8m0fnu).float()
 
 
 @with_standard_floats
 def from_mxfp8(rows: Tensor, scales: Tensor) -> Tensor:
-    """rows float8_e4m3fn [.., H], scales uint8 [.., H / 32] -> their product, float32 [.., H]."""
+    """Returns rows (float8_e4m3fn [.., H]) * scales (uint8 [.., H / 32]), float32 [.., H]."""
     groups = rows.float().unflatten(-1, (-1, MXFP8_GROUP))
     return (groups * from_e8m0(scales).unsqueeze(-1)).flatten(-2)
 
 
 @with_standard_floats
 def to_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [.., H] -> float8_e4m3fn [.., H] and uint8 [.., H / 32], with the bits of dispatch: a scale
-    is the least power of two by which the largest magnitude is at most 448."""
+    """Turns x [.., H] into float8_e4m3fn [.., H] and uint8 [.., H / 32], bits as in dispatch: a
+    scale is the least power of two that brings the largest magnitude to at most 448."""
     groups = x.float().unflatten(-1, (-1, MXFP8_GROUP))
     amax = groups.abs().amax(-1)
     mantissa, exponent = torch.frexp(amax.double() / _LARGEST_E4M3)
@@ -49,8 +49,8 @@ def to_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @with_standard_floats
 def from_nvfp4(rows: Tensor, scales: Tensor, global_scale: Tensor | float = 1.0) -> Tensor:
-    """rows uint8 [.., H / 2], scales float8_e4m3fn [.., H / 16] (uint8: exponents + 127) ->
-    number * scale / global_scale, float32 [.., H]."""
+    """Returns number * scale / global_scale, float32 [.., H]. rows uint8 [.., H / 2]; scales
+    float8_e4m3fn [.., H / 16] (uint8: exponents + 127)."""
     numbers = torch.tensor([*_FP4, *(-number for number in _FP4)], device=rows.device)
     codes = torch.stack((rows & 15, rows >> 4), dim=-1).flatten(-2)
     factors = from_e8m0(scales) if scales.dtype == torch.uint8 else scales.float()
@@ -60,9 +60,9 @@ def from_nvfp4(rows: Tensor, scales: Tensor, global_scale: Tensor | float = 1.0)
 
 @with_standard_floats
 def to_nvfp4(x: Tensor, global_scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
-    """x [.., H] -> uint8 [.., H / 2] and float8_e4m3fn [.., H / 16], with the bits of dispatch: a
+    """Turns x [.., H] into uint8 [.., H / 2] and float8_e4m3fn [.., H / 16], bits as in dispatch: a
     scale is global_scale times a sixth of the largest magnitude. Raises InvalidArgument for a
-    global_scale that is not above 0, or not finite; on a GPU scales are NaNs then."""
+    global_scale not above 0, or not finite; one on a GPU gives NaN scales instead."""
     groups = x.float().unflatten(-1, (-1, NVFP4_GROUP))
     amax = groups.abs().amax(-1)
     place = global_scale.device if isinstance(global_scale, Tensor) else "cpu"
@@ -88,9 +88,9 @@ def to_nvfp4(x: Tensor, global_scale: Tensor | float = 1.0) -> tuple[Tensor, Ten
 
 
 def in_tiles(scales: Tensor) -> Tensor:
-    """Scales of one byte [.., rows, S], S a multiple of 4 -> the same in tiles of 128 rows and four
+    """Puts scales of one byte [.., rows, S], S a multiple of 4, in tiles of 128 rows and four
     scales: [.., ceil(rows / 128), S / 4, 32, 4, 4], where row r of a tile lies at [r % 32, r / 32];
-    what is behind the last row is zero."""
+    rows behind the last are zero."""
     missing = -scales.size(-2) % TILE_ROWS
     whole = torch.nn.functional.pad(scales.view(torch.uint8), (0, 0, 0, missing))
     tiles = whole.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))
@@ -98,13 +98,13 @@ def in_tiles(scales: Tensor) -> Tensor:
 
 
 def from_tiles(tiles: Tensor, num_rows: int) -> Tensor:
-    """The reverse of `in_tiles`, of the first num_rows rows. tiles: as `in_tiles` returns them."""
+    """Reverses `in_tiles`, for the first num_rows rows. tiles: as `in_tiles` returns them."""
     whole = tiles.movedim((-4, -3, -2), (-2, -3, -4)).flatten(-2)
     return whole.flatten(-4, -2)[..., :num_rows, :].contiguous()
 
 
 def as_tiles(scales: Tensor) -> Tensor:
-    """[.., rows, S] of one byte each, as dispatch returns them with scale_layout="tile" -> the same
-    memory by its tiles, as `in_tiles` has them."""
+    """Views one-byte scales [.., rows, S], as dispatch returns them with scale_layout="tile", as
+    the tiles of `in_tiles`."""
     rows, cols = scales.shape[-2:]
     return scales.flatten(-2).unflatten(-1, (rows // TILE_ROWS, cols // 4, 32, 4, 4))

@@ -18,8 +18,8 @@ BLOCK_ROWS = 128
 
 
 class PlacedWeight:
-    """A weight [places, in, out] whose gradient is left for later: rows and the gradients of what
-    became of them are kept until then. `Balance.apply` makes it, `block_linear` takes it."""
+    """A weight [places, in, out] whose gradient is made later, from kept rows and output gradients.
+    `Balance.apply` makes it, `block_linear` takes it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
@@ -32,7 +32,7 @@ class PlacedWeight:
         self._kept = (rows, grad, counts, block_rows)
 
     def add(self, place: int, total: Tensor) -> None:
-        """The blocks of a place onto total, fp32 [in, out]."""
+        """Adds a place's blocks onto total, fp32 [in, out]."""
         if self._kept is None:
             return  # no rows came by here
         rows, grad, counts, block_rows = self._kept
@@ -49,7 +49,7 @@ def block_linear(
     counts: Sequence[int],
     block_rows: int = BLOCK_ROWS,
 ) -> Tensor:
-    """rows [N, in] by the weights of their experts [experts, in, out] -> [N, out], differentiable.
+    """Multiplies rows [N, in] by experts' weights [experts, in, out]: [N, out], differentiable.
 
     counts: the rows of each expert, one after the other, padding included; zeros behind the last.
     Every product is one of at most block_rows rows of one expert. Raises InvalidArgument for counts
@@ -82,8 +82,8 @@ def _blocks_of_experts(counts: Sequence[int], block_rows: int) -> Iterator[tuple
 
 
 def _product(rows: Tensor, grad: Tensor) -> Tensor:
-    """Returns rows.T @ grad in fp32, of copies in memory of their own, for the bits may depend on
-    how operands are aligned."""
+    """Returns rows.T @ grad in fp32, of fresh copies, for the bits may depend on how operands are
+    aligned."""
     left, right = (one.to(torch.float32, copy=True) for one in (rows, grad))
     return left.T @ right
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each call of a program on stderr, with WEFT_LOG=calls: at its beginning by name with what it was
-given, at its end with the time that its host took. ranges.py reports here."""
+"""Log of each call on stderr, with WEFT_LOG=calls: at its beginning the name and arguments, at its
+end the host time. ranges.py reports here."""
 
 import contextlib
 import itertools
@@ -23,12 +23,12 @@ _open = threading.local()  # .calls: those of this thread that have begun, the o
 class _Begun(NamedTuple):
     label: str
     when: float
-    problem: BaseException | None  # that was being handled
+    problem: BaseException | None  # being handled then
 
 
 def begin(name: str, rank: int | None, frame: FrameType | None) -> None:
-    """A call begins. rank: in its group, for programs without torch.distributed. frame: of the
-    function that makes it, or of one below. A call inside another one is not shown."""
+    """Logs a call's begin. rank: in its group, for programs without torch.distributed. frame: of
+    the function that makes the call, or of one below. A nested call is not shown."""
     calls = vars(_open).setdefault("calls", [])
     if calls:
         calls.append(None)
@@ -50,14 +50,14 @@ def end() -> None:
 
 
 def _who(rank: int | None) -> str:
-    """The number in the world, where there is one."""
+    """Names the rank, in the world if there is one."""
     if dist.is_available() and dist.is_initialized():
         return f"[rank {dist.get_rank()}/{dist.get_world_size()}] "
     return "" if rank is None else f"[rank {rank}] "
 
 
 def _public(frame: FrameType | None) -> FrameType | None:
-    """The nearest function that is not a helper of another."""
+    """Returns the nearest frame of a public function."""
     while frame is not None:
         name = frame.f_code.co_name
         if not name.startswith("_") or name.startswith("__"):
@@ -67,7 +67,7 @@ def _public(frame: FrameType | None) -> FrameType | None:
 
 
 def _given(frame: FrameType | None) -> list[str]:
-    """The arguments that are neither None nor False, tensors by type and shape."""
+    """Lists arguments that are neither None nor False; tensors by dtype and shape."""
     if frame is None:
         return []
     code = frame.f_code

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of experts on other ranks: what an expert's rank has goes to them, and what they have
-comes back and is added up. balance.py does that for layers, compat/deep_ep/ep/balance.py for
-callers of DeepEP.
+"""Copies of experts on other ranks: weights go from an expert's rank to its copies, gradients come
+back and are added up. balance.py does that for layers, compat/deep_ep/ep/balance.py for callers of
+DeepEP.
 
 What a copy holds travels as rows of bytes, by an exchange with one expert on each rank. The host
 knows which copies there are, so both sides know how many rows there are, and which, if they were
@@ -21,11 +21,11 @@ from weft.errors import InvalidArgument
 from weft.exchange import Exchange
 from weft.outputs import Plan
 
-_ROW_BYTES = 8192  # of what travels at once; a guess
-_UNIT_BYTES = 16  # that a row is a multiple of
+_ROW_BYTES = 8192  # most bytes of a row; a guess
+_UNIT_BYTES = 16  # a row is a multiple of this
 
-# (blocks uint8 [n, bytes], the rank that each goes to, whose the m are that come here, ascending)
-# -> uint8 [m, bytes], those for this rank, by the source's rank, then its order. Collective.
+# (blocks uint8 [n, bytes], the target rank of each, the source ranks of the m that come here,
+# ascending) -> uint8 [m, bytes], by source rank, then its order. Collective.
 Carry = Callable[[Tensor, list[int], list[int]], Tensor]
 
 
@@ -43,11 +43,11 @@ class Copy(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """A copy on its way: rank `sender` sends it, its owner, or one that has it in slot `held`."""
+    """A copy on its way. Rank `sender` is the owner, or has the expert in its slot `held`."""
 
     copy: Copy
     sender: int
-    held: int = -1  # of the owner
+    held: int = -1  # -1: owner
 
 
 def unknown_expert(placement: Tensor, num_local: int) -> str | None:
@@ -64,7 +64,7 @@ def unknown_expert(placement: Tensor, num_local: int) -> str | None:
 
 
 class Sends(NamedTuple):
-    """Copies that this rank's experts have, and copies that it has of others'; by rank and slot."""
+    """Copies of this rank's experts, and this rank's copies of others'; by rank and slot."""
 
     from_here: list[Copy]
     to_here: list[Copy]
@@ -82,7 +82,7 @@ def sends_of(placement: Tensor, num_local: int, rank: int) -> Sends:
 
 
 def copies_of(placement: Tensor, num_local: int, first: int = 0) -> list[Copy]:
-    """Returns copies by rank and slot. placement: as for `sends_of`. first: rank of the domain.
+    """Returns copies by rank and slot. placement: as for `sends_of`. first: the domain's rank 0.
     Waits for a GPU."""
     return [
         Copy(first + at, slot, first + expert // num_local, expert % num_local)
@@ -93,14 +93,14 @@ def copies_of(placement: Tensor, num_local: int, first: int = 0) -> list[Copy]:
 
 
 def rows_of(width: int) -> tuple[int, int]:
-    """How a block of so many bytes travels: the bytes of a row, and its number of rows."""
+    """Splits a block of `width` bytes: returns the bytes of a row, and the number of rows."""
     row = min(_ROW_BYTES, -(-width // _UNIT_BYTES) * _UNIT_BYTES)
     return row, -(-width // row)
 
 
 def checksum(*said: Any) -> int:
-    """Returns a number of at most 28 bits for what is said. A call gives it to its exchange, which
-    compares it between ranks."""
+    """Hashes `said` to a number of at most 28 bits, which an exchange compares between ranks at a
+    call."""
     digest = hashlib.blake2b(repr(said).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 4
 
@@ -113,9 +113,9 @@ def carry(
     said: Sequence[Any],
     **options: Any,
 ) -> Tensor:
-    """`Carry` by an exchange with one expert on each rank. said: the name of the call, its
-    placement, and whatever else must be equal on all ranks, which raise InvalidArgument if it is
-    not. options: of `plan_and_dispatch`."""
+    """Carries blocks by an exchange with one expert per rank (`Carry`). said: the call's name, its
+    placement, and what else must be equal on all ranks, which raise InvalidArgument otherwise.
+    options: of `plan_and_dispatch`."""
     return _carried(exchange, blocks, to, num_received, said, **options)[0]
 
 
@@ -127,7 +127,7 @@ def _carried(
     said: Sequence[Any],
     **options: Any,
 ) -> tuple[Tensor, Plan]:
-    """And the plan by which they came."""
+    """Returns the blocks and the plan."""
     width, device = blocks.size(1), blocks.device
     options["number"] = checksum(*said, width)
     row, each = rows_of(width)
@@ -163,10 +163,10 @@ def carry_from_those_left(
     said: Sequence[Any],
     **options: Any,
 ) -> Tensor:
-    """`carry` by an exchange that goes on without lost ranks. sources: whose each block is that
-    comes here, ascending. Zeros for those of ranks that are lost. Waits for a GPU."""
-    # Rows of a rank that is lost before the plan are not there, later ones are zeros: blocks say
-    # whose they are.
+    """Carries blocks by an exchange that goes on without lost ranks. sources: the rank of each
+    block that comes here, ascending; zeros for a lost rank's. Waits for a GPU."""
+    # Rows of a rank lost before the plan are absent, of one lost later zeros: so blocks are tagged
+    # with their rank.
     device = blocks.device
     tag = torch.zeros(blocks.size(0), TAG_BYTES, dtype=torch.uint8, device=device)
     tag.view(torch.int32)[:, 0] = exchange.rank + 1
@@ -184,7 +184,7 @@ def carry_from_those_left(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """uint8 [experts, bytes] of the same memory, of a contiguous tensor [experts, ...]."""
+    """Views a contiguous tensor [experts, ...] as uint8 [experts, bytes]."""
     rows = tensor.detach()
     return (rows.flatten(1) if rows.dim() > 1 else rows[:, None]).view(torch.uint8)
 
@@ -194,7 +194,7 @@ def _numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _picked(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """uint8 [rows, bytes]: what each has of these experts, side by side."""
+    """Returns `rows` of all tensors side by side: uint8 [rows, bytes]."""
     device = tensors[0].device
     index = _numbers(rows, device)
     parts = [bytes_of(one).index_select(0, index) for one in tensors]
@@ -202,7 +202,7 @@ def _picked(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
 
 
 def _parts(blocks: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns what `_picked` put side by side, in one tensor of bytes for each of `like`."""
+    """Splits what `_picked` put side by side, into bytes for each tensor of `like`."""
     return blocks.split([bytes_of(one).size(1) for one in like], dim=1)
 
 
@@ -223,7 +223,7 @@ def pass_weights(
     to_here: Sequence[Hop],
     carried: Carry,
 ) -> None:
-    """Collective. `put_weights`, of hops that this rank sends, out of its slots too, and gets."""
+    """Collective. Sends and gets hops; like `put_weights`, but also out of this rank's slots."""
     sent = sorted(from_here, key=_order)
     parts = [
         _picked(own, [hop.copy.expert for hop in sent if hop.held < 0]),
@@ -238,17 +238,17 @@ def pass_weights(
 
 
 def _order(hop: Hop) -> tuple[int, bool, Copy]:
-    """Both sides' of the same hops: by source, and of each its own experts first."""
+    """Sorts hops alike on both sides: by sender, its own experts first."""
     return hop.sender, hop.held >= 0, hop.copy
 
 
 def add_gradients(
     slots: Sequence[Tensor], own: Sequence[Tensor], sends: Sends, carried: Carry
 ) -> None:
-    """Collective. Gradients in the slots of others onto each owner's: by ascending rank, then slot,
-    one after another, in fp32; rounded once.
+    """Collective. Adds gradients in others' slots onto each owner's: by ascending rank, then slot,
+    one by one, in fp32; rounded once.
 
-    slots [any, ...] and own [El, ...]: pairwise of the same type and shape behind that, contiguous.
+    slots [any, ...] and own [El, ...]: pairwise of equal dtype and trailing shape, contiguous.
     """
     blocks = _picked(slots, [one.slot for one in sends.to_here])
     sources = [one.at for one in sends.from_here]
@@ -274,11 +274,11 @@ def add_in_turn(
     carried: Carry,
     device: torch.device,
 ) -> Tensor:
-    """Collective. fp32 [El, elements]: of each expert of this rank, what its places add, one after
-    the other: its replicas by ascending rank, then its master. A sum goes from place to place.
+    """Collective. Returns, fp32 [El, elements], for each expert of this rank what its places add in
+    turn: replicas by ascending rank, then the master. A sum goes from place to place.
 
-    placement: of the whole group. shape: El, this rank, elements. add(place, sum): what is in a
-    place of this rank, masters first, onto sum, fp32 [elements].
+    placement: of the whole group. shape: El, this rank, elements. add(place, sum): adds a place of
+    this rank, masters first, onto sum, fp32 [elements].
     """
     num_local, rank, elements = shape
     replicas: dict[int, list[tuple[int, int]]] = {}  # by expert: rank and slot of each
@@ -314,8 +314,8 @@ def add_in_turn(
 
 
 def _waves(places: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Rows and the place of each, in as many steps as a place has rows: once in each step, and in
-    the order of the rows."""
+    """Returns steps of (rows, their places): a place comes at most once in a step, and its rows in
+    their order."""
     waves: list[tuple[list[int], list[int]]] = []
     seen: dict[int, int] = {}
     for row, place in enumerate(places):

@@ -5,7 +5,7 @@ import contextlib
 
 
 class Error(RuntimeError):
-    """Base of all. `code` names the kind, `rank` the rank that raises (-1 outside a group)."""
+    """Base of Weft's errors. `code`: the kind; `rank`: who raises (-1 outside a group)."""
 
     def __init__(self, message: str, code: str = "internal", rank: int = -1) -> None:
         super().__init__(message)
@@ -14,7 +14,7 @@ class Error(RuntimeError):
 
 
 class InvalidArgument(Error, ValueError):
-    """The caller's input; raised before anything is written."""
+    """The caller's input is wrong; raised before any write."""
 
     def __init__(self, message: str, code: str = "invalid argument", rank: int = -1) -> None:
         super().__init__(message, code, rank)

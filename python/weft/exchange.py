@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves tokens to their experts and back: torch tensors around the C++ exchange. autograd.py calls
-it; exchange_begin.py has how its calls begin, outputs.py plans and the memory of a call."""
+"""Moves tokens to their experts and back: torch tensors around the C++ exchange, called by
+autograd.py. exchange_begin.py begins the calls; outputs.py has plans and a call's memory."""
 
 import sys
 import weakref
@@ -150,12 +150,11 @@ class Exchange(ExchangeBegin):
         balance: int | Balancing | Placement = 0,
         num_sms: int = 0,
     ) -> Plan:
-        """Collective. Where every token goes.
+        """Collective. Plans where tokens go.
 
         topk_idx [T, K] int64 or int32, -1 = no route, any other value outside [0, E) is refused;
         or routing_map [T, E] bool, at most 32 set in a row, with or without map_indices [T, any],
-        the indices that it was made of, which are refused alike. T may differ between ranks and be
-        0.
+        the indices that the map was made of, refused alike. T may differ between ranks and be 0.
         weights fp32, [T, K] or [T, E]: kept for `combine(scale="plan")` only.
         layout "rank_major": a row for each (token, rank), by source rank, then token;
         "expert_major": a row for each route, by local expert (rounded up to pad_multiple rows),
@@ -210,7 +209,7 @@ class Exchange(ExchangeBegin):
         num_sms: int = 0,
         copy_engines: bool | None = None,
     ) -> Dispatched:
-        """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
+        """Collective. Dispatches without gradients; arguments and results: see `weft.dispatch`."""
         self._check_plan("dispatch", plan)
         sent = (x, weights, scales, *_NOTHING_BESIDE, global_scale)
 
@@ -228,7 +227,7 @@ class Exchange(ExchangeBegin):
         experts: bool,
         options: Callable[[_core.Exchange], _core.Options],
     ) -> tuple[Tensor | None, ...]:
-        """Rows, weights, scales, experts, sources, counts."""
+        """Returns rows, weights, scales, experts, sources, counts."""
 
         def call() -> tuple[Tensor | None, ...]:
             return core.dispatch(plan, sent, experts, options(core), self._pool_of(core))
@@ -258,9 +257,9 @@ class Exchange(ExchangeBegin):
         is_skipped: bool = False,
         **choices: Any,
     ) -> tuple:
-        """Collective. `plan` with topk_idx, plan_weights, routing_map, map_indices and `choices`
-        (layout, pad_multiple, expert_stride, row_budget, overflow, order, balance), then `dispatch`
-        by it, without gradients; `weft.plan_and_dispatch` has them.
+        """Collective. Plans by topk_idx, plan_weights, routing_map, map_indices and `choices`
+        (layout, pad_multiple, expert_stride, row_budget, overflow, order, balance), then dispatches
+        without gradients; `weft.plan_and_dispatch` has them.
 
         ignores_unknown: values of topk_idx outside [0, E) are no route. scale_rule of `quantise`:
         "exact"; "clamped" for a largest magnitude of at least 1e-4; "power_of_two" rounds that
@@ -276,8 +275,8 @@ class Exchange(ExchangeBegin):
         ("expert_strided") outputs are [El, stride, columns], a single column left out, and there is
         a third and a fourth: sources [El, stride, 2] and counts [El] of `Beside`.
 
-        Faster than the two. Where a GPU has to tell the number of rows, everything else is ready
-        by then. By topk_idx and without copy engines it is one launch on GPUs of one domain, in
+        Faster than two calls. Where a GPU has to tell the number of rows, all else is ready by
+        then. By topk_idx and without copy engines it is one launch on GPUs of one domain, in
         which rows travel while the plan is made, if max_tokens is at most 512 and max_tokens *
         max_topk of all ranks at most 32,768. The number of rows is given then (row_budget, or
         expert_stride with "expert_strided"; on all ranks or none) with overflow "drop"; or it is
@@ -287,9 +286,9 @@ class Exchange(ExchangeBegin):
         sends, without a wait for any rank, and `receive` has the rest; elsewhere all is done at
         once. Each rank may choose for itself.
 
-        is_skipped, where the number of rows is given: local, nothing is sent. What is returned is
-        of the same sizes, with zeros for counts and whatever else for contents, and the plan a
-        `SkippedPlan`. For ranks that are to be where the others are (`CallReport.calls_behind`).
+        is_skipped, where the number of rows is given: local, nothing is sent. Results have the same
+        sizes, zeros for counts and undefined contents otherwise; the plan is a `SkippedPlan`. For
+        ranks that leave out calls to catch up with others (`CallReport.calls_behind`).
         """
         routing = (topk_idx, routing_map, plan_weights, map_indices)
         told = beside if isinstance(beside, Beside) else _NOTHING_BESIDE
@@ -320,7 +319,7 @@ class Exchange(ExchangeBegin):
         receives_later: bool = False,
         is_skipped: bool = False,
     ) -> tuple[Plan | SkippedPlan, tuple[Tensor | None, ...]]:
-        """Collective. `plan_and_dispatch` with blocks, by options that the core has put together
+        """Collective. Plans and dispatches with blocks, by options that the core has put together
         (`_core.check_block_dispatch`); count_sums: see `Beside`. Returns the plan; and rows,
         weights, scales, None, sources and counts."""
         routing = (topk_idx, None, None, None)
@@ -337,11 +336,11 @@ class Exchange(ExchangeBegin):
         receives_later: bool = False,
         stream: int | None = None,
     ) -> tuple[Plan, tuple[Tensor | None, ...]] | None:
-        """Collective. `_core.check_block_dispatch` and `dispatch_blocks`, with nothing in between;
-        tensors[2] is None. stream: the current one, if the caller knows it. None, and nothing has
-        begun, where more is to be done: for other sizes than this exchange has, beside computation,
-        or where the calls are shown. What it raises before it has begun is not told to other
-        ranks."""
+        """Collective. Does `_core.check_block_dispatch` and `dispatch_blocks` in one step;
+        tensors[2] is None. stream: the current one, if the caller knows it. Returns None, with
+        nothing begun, where more is to be done: for other sizes than the exchange's, beside
+        computation, or if calls are logged. Other ranks do not hear of an error raised before the
+        call has begun."""
         core = self._core
         if core is None or ranges.IS_ON or overlap_settings.gpu_sms is not None:
             return None
@@ -376,8 +375,8 @@ class Exchange(ExchangeBegin):
         receives_later: bool = False,
         stream: int | None = None,
     ) -> Tensor | None:
-        """Collective. `_core.check_block_combine` and `combine` with blocks, by weights and indices
-        of the source; the tokens. stream, None, and what it raises: see
+        """Collective. Does `_core.check_block_combine` and `combine` with blocks, by the source's
+        weights and indices; returns the tokens. stream, None, errors: see
         `dispatch_blocks_at_once`."""
         if ranges.IS_ON or overlap_settings.gpu_sms is not None or self.is_between_gpu_domains:
             return None
@@ -398,10 +397,9 @@ class Exchange(ExchangeBegin):
         stream: int | None = None,
         routing: Callable[[], tuple[Tensor | None, Tensor | None]] | None = None,
     ) -> tuple[Plan, tuple[Tensor | None, ...], Any] | None:
-        """Collective. A plan and the dispatch by it, as `verb` of `_core.Exchange` makes them:
-        "dispatch_rows" of x, topk_idx and weights, or "dispatch_routes"; how: what follows its
-        tensors. stream: the current one, if the caller knows it. routing: top-k and map, if not
-        tensors[1].
+        """Collective. Plans and dispatches by method `verb` of `_core.Exchange`: "dispatch_rows" of
+        x, topk_idx and weights, or "dispatch_routes"; how: its arguments after the tensors. stream:
+        the current one, if the caller knows it. routing: top-k and map, if not tensors[1].
         Returns the plan; rows, weights, scales, experts, sources and counts of `Beside`; and what
         `verb` tells of experts. None, and what it raises: see `dispatch_blocks_at_once`."""
         core = self._core
@@ -437,8 +435,8 @@ class Exchange(ExchangeBegin):
     def dispatch_again_at_once(
         self, plan: Plan, x: Tensor | tuple[Tensor, Tensor], num_sms: int, stream: int
     ) -> Tensor | tuple[Tensor, Tensor] | None:
-        """Collective. The rows, or FP8 and its scales, of a dispatch by `plan` that sends nothing
-        else. None, and what it raises: see `dispatch_blocks_at_once`."""
+        """Collective. Dispatches x by `plan` and nothing else; returns the rows, or FP8 rows and
+        their scales. None, errors: see `dispatch_blocks_at_once`."""
         if ranges.IS_ON or overlap_settings.gpu_sms is not None:
             return None
         core = plan.calls
@@ -453,15 +451,15 @@ class Exchange(ExchangeBegin):
         num_sms: int,
         stream: int | None = None,
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Collective. `combine` of rows and weights. stream: as for `dispatch_at_once`. None, and
-        what it raises: see `dispatch_blocks_at_once`."""
+        """Collective. Combines rows and weights. stream: as for `dispatch_at_once`. None, errors:
+        see `dispatch_blocks_at_once`."""
         if ranges.IS_ON or overlap_settings.gpu_sms is not None:
             return None
         stream = self._stream() if stream is None else stream
         return plan.calls.combine_rows(x, weights, plan.core, stream, self._sms(num_sms))
 
     def _sms(self, num_sms: int) -> int:
-        """The multiprocessors of a call beside which nothing computes."""
+        """Returns a call's multiprocessors without overlapped computation."""
         return (num_sms or self._settings["num_sms"]) if self._on_gpu else 0
 
     def _plan_and_dispatch(
@@ -473,8 +471,8 @@ class Exchange(ExchangeBegin):
         given_rows: int | None,
         runs: tuple[int, bool | None, bool, bool],
     ) -> tuple[Plan | SkippedPlan, tuple[Tensor | None, ...]]:
-        """Returns the plan and rows, weights, scales, experts, sources, counts. make_options: of
-        what is sent; runs: num_sms, copy_engines, receives_later, is_skipped."""
+        """Returns the plan and rows, weights, scales, experts, sources, counts. make_options: makes
+        the call's options; runs: num_sms, copy_engines, receives_later, is_skipped."""
         num_sms, copy_engines, receives_later, is_skipped = runs
         is_one_call = self._on_gpu and given_rows is not None
         is_later = is_one_call and receives_later
@@ -508,11 +506,10 @@ class Exchange(ExchangeBegin):
         return self._plan_of(made, core, routing[2]), out
 
     def receive(self, plan: Plan) -> None:
-        """Local. The second half of the call with `receives_later` that made the plan or combined
-        by it, on the current stream, which has to come behind the first: waits for the other ranks
-        and places or sums the rows. Until then nothing of the call's results may be read. One call
-        is open at a time: the next one of the exchange receives it first. Nothing is done if it is
-        received already.
+        """Local. Ends the call with `receives_later` that made the plan or combined by it, on the
+        current stream, which must follow the call's stream: waits for the other ranks and places or
+        sums the rows. Before that no result of the call may be read. One call is open at a time:
+        the exchange's next call receives it first. Does nothing if it is received already.
         """
         options = filled(_core.Options(), {"stream": self._stream()} if self._on_gpu else {})
         plan.calls.receive(plan.core, options)
@@ -520,7 +517,7 @@ class Exchange(ExchangeBegin):
             self._open = None
 
     def is_open(self, plan: Plan) -> bool:
-        """Local. Whether a call that made the plan or combined by it is still to be received."""
+        """Local. Returns whether a call that made or used the plan is still to be received."""
         return plan.core is not None and plan.calls.is_open(plan.core)
 
     def combine(
@@ -540,7 +537,7 @@ class Exchange(ExchangeBegin):
         ready: RowMarks | None = None,
         blocks: bool = False,
     ) -> Combined:
-        """Collective. Without gradients; `weft.combine` has them and says what goes in and out.
+        """Collective. Combines without gradients; arguments and results: see `weft.combine`.
 
         source_idx, int64 or int32 like source_weights [T, K]: where it names no expert, the weight
         counts as zero; where it names another than the plan was made of, a CPU's call is refused,
@@ -571,7 +568,7 @@ class Exchange(ExchangeBegin):
         return combined
 
     def _check_plan(self, verb: str, plan: Any) -> None:
-        """Raises InvalidArgument, on all ranks, unless it is one of this exchange."""
+        """Raises InvalidArgument, on all ranks, unless `plan` is of this exchange."""
         if isinstance(plan, Plan) and plan.exchange is self:
             return
         problem = f"{verb}: plan is a {type(plan).__name__} (expected what Exchange.plan returns)"
@@ -582,8 +579,8 @@ class Exchange(ExchangeBegin):
         raise InvalidArgument(problem, rank=self.rank)
 
     def check(self) -> None:
-        """Raises what a call that has finished on the GPU found; on a CPU why the exchange can no
-        longer be used."""
+        """Raises the error that a finished GPU call found; on a CPU why the exchange can no longer
+        be used."""
         self.core.check()
 
 
@@ -592,8 +589,8 @@ def _sizes(exchange: Exchange) -> str:
 
 
 def plan_given(verb: str, plan: Any, beside: Any) -> Plan:
-    """The plan. What else was given raises InvalidArgument, on all ranks if it, or the argument
-    beside it, tells the exchange, or there is only one."""
+    """Returns the plan. Raises InvalidArgument for anything else, on all ranks if `plan` or
+    `beside` tells the exchange, or only one is alive."""
     if isinstance(plan, Plan):
         return plan
     told = (getattr(one, "exchange", one) for one in (plan, beside))

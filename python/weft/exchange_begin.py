@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the calls of an exchange begin: on all ranks, after it has grown where it was too small, or
-on none of them, and all hear the reason. exchange.py has the calls."""
+"""How an exchange's calls begin: on all ranks, after the exchange has grown if it was too small, or
+on none, and all hear the reason. exchange.py has the calls."""
 
 import contextlib
 import re
@@ -52,13 +52,13 @@ class ExchangeBegin(ExchangeState):
 
     @property
     def core(self) -> _core.Exchange:
-        """Raises InvalidArgument after `close`."""
+        """The core; InvalidArgument after `close`."""
         if self._core is None:
             raise InvalidArgument("exchange: it was closed (make a new one)", rank=self.rank)
         return self._core
 
     def _make(self, max_tokens: int, max_topk: int) -> _core.Exchange:
-        """Collective. Nothing is changed where it fails."""
+        """Collective. Makes a core; a failure changes nothing."""
         sizes = {"max_tokens": max_tokens, "max_topk": max_topk}
         config = filled(_core.ExchangeConfig(), sizes | self._settings)
         with within(self._settings["timeout"]):
@@ -126,10 +126,10 @@ class ExchangeBegin(ExchangeState):
         core.check()
 
     def _chooses_copies(self) -> bool:
-        """True if calls go by copy engines where the caller leaves it open: alike on all ranks."""
+        """Returns whether calls use copy engines by default: the same on all ranks."""
         return (
             self._on_gpu
-            # Another core has not lost the ranks that this one has.
+            # A new core would not know of this core's lost ranks.
             and (self._has_copy_room or self._settings["on_peer_loss"] == "fail")
             and overlap_settings.copies(self.hidden, self.num_ranks)
             and self.num_ranks > 1
@@ -138,8 +138,8 @@ class ExchangeBegin(ExchangeState):
         )
 
     def _make_copy_room(self, max_tokens: int, max_topk: int) -> bool:
-        """Collective. Another core, with room for copies; plans keep theirs. False, and calls go as
-        usual, where some rank has too little memory."""
+        """Collective. Takes a new core with room for copies; plans keep theirs. Returns False, and
+        keeps the old core, where some rank has too little memory."""
         settings = self._settings
         self._settings = settings | {"copy_engines": True}
         try:
@@ -161,7 +161,7 @@ class ExchangeBegin(ExchangeState):
         copy_engines: bool | None,
         is_dispatch: bool = False,
     ) -> _core.Options:
-        """The options of a call, with how it runs, also where the caller left that open."""
+        """Returns options with num_sms, copy_engines and stream of the call filled in."""
         if not self._on_gpu:
             return filled(options, {"num_sms": num_sms}) if num_sms != 0 else options
         if copy_engines is None:
@@ -173,7 +173,7 @@ class ExchangeBegin(ExchangeState):
         return filled(options, placed)
 
     def _stream(self) -> int:
-        """The current stream as a number."""
+        """Returns the current stream's number."""
         if not self._on_gpu:
             return 0
         return torch._C._cuda_getCurrentRawStream(self.gpu) or LEGACY
@@ -186,8 +186,8 @@ class ExchangeBegin(ExchangeState):
         topk_idx: Tensor | None = None,
         routing_map: Tensor | None = None,
     ) -> tuple[_core.Exchange, Any]:
-        """Collective: call(core), on a core that has grown where this one had too little room for
-        some rank's plan. verb: see `refuse`. has_rows: their number is given."""
+        """Collective. Returns the core and call(core), after growing it if some rank's plan needs
+        more room. verb: see `refuse`. has_rows: the number of rows is given."""
         verb = verb if has_rows else "plan"
         if self._on_gpu and not self._has_copy_room and self._core:
             # All ranks are beside computation, or none.
@@ -206,8 +206,8 @@ class ExchangeBegin(ExchangeState):
     def _called(
         self, core: _core.Exchange, verb: str, call: Callable[..., Any], *given: Any
     ) -> Any:
-        """call(*given), which makes a call of the core. If it fails before that, the other ranks
-        hear why."""
+        """Returns call(*given), traced; `call` makes a call of the core. If it fails before that,
+        the other ranks hear why."""
         if not ranges.IS_ON:
             return self._told(core, verb, call, *given)
         self._told(core, verb, ranges.begin, verb, self.group, sys._getframe(1))
@@ -217,7 +217,7 @@ class ExchangeBegin(ExchangeState):
             ranges.end()
 
     def _told(self, core: _core.Exchange, verb: str, call: Callable[..., Any], *given: Any) -> Any:
-        """call(*given), of whose failure the other ranks hear unless it has begun a call."""
+        """Returns call(*given). Other ranks hear of its failure unless it began a call."""
         begun = _core.num_begun()
         try:
             return call(*given)
@@ -228,8 +228,8 @@ class ExchangeBegin(ExchangeState):
             raise
 
     def _given_rows(self, choices: dict[str, Any]) -> int | None:
-        """How many rows there are, if no rank has to wait to hear it. Choices that are of no use,
-        which the call refuses, count as if they gave it."""
+        """Returns the number of rows if `choices` give it, else None (ranks wait for it). Invalid
+        choices, which the call refuses, count as given (0)."""
         with contextlib.suppress(Exception):
             if choices.get("overflow", "drop") != "drop":
                 return None
@@ -244,8 +244,8 @@ class ExchangeBegin(ExchangeState):
     def _grow(
         self, core: _core.Exchange, error: InvalidArgument, topk_idx: Any, routing_map: Any
     ) -> bool:
-        """After a plan on `core` that was refused with `error`: collective if all ranks refused it
-        for want of room only, and true if there is more now."""
+        """Grows after `core` refused a plan with `error`; returns whether there is more room now.
+        Collective if all ranks refused for want of room only."""
         if not core.is_outgrown():
             if "here and none, for a call with another hidden size" in str(error):
                 sizes = (self.hidden, self.num_experts)
@@ -272,9 +272,8 @@ class ExchangeBegin(ExchangeState):
 
     def _pool_of(self, core: _core.Exchange) -> tuple[int, int] | None:
         """Returns the id of the pool for outputs, in memory that peers can write, so that rows are
-        not staged; None: torch's own. Inside a capture that is the graph's own, for its addresses
-        must stay the graph's. For an outgrown exchange it is torch's, or a pool would keep that
-        exchange."""
+        not staged; None: torch's allocator. None inside a capture, as the graph's addresses must
+        stay its own, and for an outgrown exchange, which a pool would keep alive."""
         if not self._on_gpu or core is not self._core or torch.cuda.is_current_stream_capturing():
             return None
         # Between domains those that are left reach no memory of before.
@@ -290,7 +289,7 @@ class _Refusal(InvalidArgument):
 
 
 def _roomy(tokens: int, max_tokens: int) -> int:
-    """Room for so many tokens where there is some for max_tokens, and for some more."""
+    """Returns max_tokens if it suffices, else tokens rounded up to a power of two."""
     return max_tokens if tokens <= max_tokens else 1 << (tokens - 1).bit_length()
 
 
@@ -305,8 +304,8 @@ _MOST_CHOICES = 32  # of a token
 
 
 def filled(record: Any, values: dict[str, Any]) -> Any:
-    """`record`, a class of the core, with these attributes. Raises InvalidArgument with the name of
-    one whose value is of no use."""
+    """Returns `record`, of a class of the core, with `values` as attributes. Raises InvalidArgument
+    that names an unusable one."""
     for name, value in values.items():
         if name == "balance":
             value = core_balance(value)
@@ -318,7 +317,7 @@ def filled(record: Any, values: dict[str, Any]) -> Any:
 
 
 def _misfit(record: Any, name: str, value: Any) -> str:
-    """Why an attribute of the core does not take the value."""
+    """Tells why attribute `name` does not take the value."""
     known = getattr(type(record), name, None)
     if known is None:
         return "is no option"

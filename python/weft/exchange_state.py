@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that an exchange tells of itself: who takes part, what its calls have waited for, what it
-holds. exchange.py has its calls."""
+"""State of an exchange: its ranks, what its calls waited for, the memory it holds. exchange.py has
+its calls."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class CallReport(NamedTuple):
     epoch: int  # how often the ranks that take part have changed
     alive: list[int]  # ascending
     lost: list[int]  # by the last call, ascending
-    # Experts that no rank alive has, ascending: those of lost ranks, but for those that the
-    # `Placement` of the last plan has elsewhere.
+    # Experts that no rank alive has, ascending: lost ranks' experts without a replica in the last
+    # plan's `Placement`.
     lost_experts: list[int]
     # GPUs: so many of this rank's last calls, replays of graphs included, have to be made again.
     void_calls: int = 0
-    # GPUs: so many calls more the furthest of the ranks had ended by then. Who makes none again
-    # leaves out as many instead.
+    # GPUs: by how many ended calls the furthest rank was ahead. A rank that repeats no calls leaves
+    # out as many.
     calls_behind: int = 0
     # GPUs, on_peer_loss="repeat": what was cut short has been made again, and plans hold.
     is_repeated: bool = False
@@ -62,8 +62,8 @@ class ExchangeState:
         return self.report().alive
 
     def mask(self, ranks: Iterable[int]) -> None:
-        """The next call, of all ranks, ends without these, as if they had died. Those among them
-        that live get a PeerError. Raises InvalidArgument for this rank and for what is no rank,
+        """Ends the next call, of all ranks, without `ranks`, as if they had died; the living among
+        them get a PeerError. Raises InvalidArgument for this rank and for what is no rank,
         Unsupported without on_peer_loss="shrink"."""
         self.core.mask(_numbers("mask", ranks, self.num_ranks))
 
@@ -91,7 +91,7 @@ class ExchangeState:
         choices, as any of them asks for here. Plans from before go on. A call that needs more room
         makes it by itself.
 
-        False if there was as much. Raises on every rank InvalidArgument for more than can be,
+        Returns False if there was room. Raises on every rank InvalidArgument for more than can be,
         Unsupported without on_peer_loss="shrink", and on GPUs.
         """
         has_grown = self.core.grow(max_tokens, max_topk)
@@ -104,10 +104,10 @@ class ExchangeState:
     def renormalisation(
         self, topk_idx: Tensor, weights: Tensor, plan: Plan | None = None
     ) -> Tensor:
-        """[T, 1]: the sum of a token's weights over that of its routes to ranks that are alive, to
-        multiply what `combine` returns with; 1 where nothing is left. topk_idx [T, K], negative for
-        no route; weights [T, K], in which it is differentiable. plan: what was made of topk_idx;
-        with replicas it is needed, as it says to which ranks the routes went."""
+        """Returns factors [T, 1] for the tokens of `combine`: the sum of a token's weights over
+        that of its routes to ranks alive; 1 where nothing is left. topk_idx [T, K], negative for no
+        route; weights [T, K], differentiable. plan: made of topk_idx; needed with replicas, as it
+        says to which ranks the routes went."""
         if plan is None:
             owners = topk_idx.div(self.num_local_experts, rounding_mode="floor")
         else:
@@ -120,7 +120,7 @@ class ExchangeState:
         return torch.where(left == 0, 1.0, routed.sum(1, keepdim=True) / left.where(left != 0, 1.0))
 
     def _loss_teller(self) -> Callable[..., None]:
-        """Returns the function that the core calls. It must not keep the exchange alive: no
+        """Returns the function that the core calls, which must not keep the exchange alive: no
         collector would see the cycle."""
         kept = weakref.ref(self)
 
@@ -132,18 +132,16 @@ class ExchangeState:
         return tell
 
     def stats(self) -> dict:
-        """Calls so far, the seconds this rank waited for each peer, and (CPU) the bytes of rows
-        that it put to other domains: what crossed, and what would have with a row for each rank
-        there.
+        """Returns calls so far, the seconds this rank waited for each peer, and (CPU) the bytes of
+        rows put to other domains: those that crossed, and what a row per rank there would take.
         """
         return self.core.stats()
 
     @contextlib.contextmanager
     def waits_added(self, sums: Tensor, plan: Plan | None = None) -> Iterator[None]:
         """Adds to sums, int64 [R] on the exchange's device, the microseconds that calls within have
-        waited for each rank: those by `plan`, or by plans that they make. On a GPU in the order of
-        the current stream. Where several workers of a CPU or blocks of a GPU wait at the same time,
-        each counts.
+        waited for each rank: calls by `plan`, or by plans made within. On a GPU in the order of the
+        current stream. Of CPU workers or GPU blocks that wait at the same time each counts.
         """
         core, stream = self.core if plan is None else plan.calls, self._stream()
         own = sums if sums.is_contiguous() else sums.new_zeros(sums.shape)
@@ -162,11 +160,11 @@ class ExchangeState:
         return self._core is not None and self._core.stats()["num_captured"] > 0
 
     def footprint(self) -> dict:
-        """Bytes held: control, staging, buffers in use, and pooled for the next ones."""
+        """Returns bytes held: control, staging, buffers in use, pooled for later ones."""
         return self.core.footprint()
 
     def release_pooled(self) -> None:
-        """Gives unused memory back. On a GPU while no rank runs or begins a call."""
+        """Frees pooled memory. On a GPU only while no rank runs or begins a call."""
         self.core.release_pooled()
 
 

@@ -21,8 +21,8 @@ _Given, _Made = ParamSpec("_Given"), TypeVar("_Made")
 
 
 def with_standard_floats(function: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
-    """A function that has the same bits in threads that flush subnormal numbers, or round otherwise
-    than to nearest. (Other threads of torch's are as they were made.)"""
+    """Wraps `function` so that its bits do not depend on the thread's rounding mode or flushing of
+    subnormal numbers. (Torch's other threads are as they were made.)"""
 
     @functools.wraps(function)
     def call(*args: _Given.args, **options: _Given.kwargs) -> _Made:
@@ -35,7 +35,7 @@ def with_standard_floats(function: Callable[_Given, _Made]) -> Callable[_Given, 
 
 @with_standard_floats
 def to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
-    """x [T, H] -> float8_e4m3fn [T, H] and float32 [T, H / 128]: x is about their product, with
+    """Turns x [T, H] into float8_e4m3fn [T, H] and float32 [T, H / 128], about x as a product, with
     the bits of dispatch with `scale_rule="clamped"`, or with round_scale "power_of_two".
 
     The factor is max(largest magnitude, 1e-4) / 448; round_scale rounds it up to a power of two.
@@ -56,6 +56,6 @@ def to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def from_ue8m0(exponents: Tensor) -> Tensor:
-    """Powers of two as float32 [T, S], of int32 [T, S / 4]: their exponents, four bytes in one."""
+    """Returns powers of two, float32 [T, S], of exponents, four bytes in an int32 [T, S / 4]."""
     each = exponents.contiguous().view(torch.uint8).to(torch.int32)
     return (each << _MANTISSA_BITS).view(torch.float32)

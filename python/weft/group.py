@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that exchange tokens: those of a torch.distributed process group, of any backend.
+"""The ranks that exchange tokens, those of a torch.distributed process group of any backend, as
 exchange.py takes them."""
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from weft import _core
 from weft.arrivals import Arrivals
 from weft.errors import InvalidArgument, NotAvailable, PeerError, reason_of
 
-PATIENCE = 0.5  # seconds until gloo has surely let go of a collective's tensors: a guess
+PATIENCE = 0.5  # seconds until gloo has surely freed a collective's tensors: a guess
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
-# They outlive a group that could not be made.
+# Kept even if making the `Group` fails.
 _arrivals: weakref.WeakKeyDictionary[dist.ProcessGroup, Arrivals] = weakref.WeakKeyDictionary()
 _last_gathered = -PATIENCE  # when
 
 
 def _let_go() -> None:
-    """A thread of gloo lets go of the last collective's tensors after whoever waited for it goes
-    on, and needs the interpreter for that: once that has ended, the thread aborts the process."""
+    """Waits until gloo's thread has freed the last collective's tensors, after its waiters go on.
+    That needs the interpreter: once it has ended, the thread aborts the process."""
     time.sleep(max(0.0, _last_gathered + PATIENCE - time.monotonic()))
 
 
@@ -36,10 +36,10 @@ atexit.register(_let_go)
 
 
 class Group:
-    """Ranks by their number in the process group, not in the world."""
+    """Ranks, numbered as in the process group, not in the world."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        """Collective. `Group.of` keeps one for each process group."""
+        """Collective. `Group.of` keeps a Group per process group."""
         # A group must not keep its process group alive, which torch destroys.
         kept = weakref.ref(process_group)
         rank, num_ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -64,8 +64,8 @@ class Group:
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | DeviceMesh | None = None) -> Group:
-        """Collective at the first call for a process group (None: the default one; a DeviceMesh of
-        one dimension: that of its ranks)."""
+        """Returns a process group's Group (None: the default one's; a DeviceMesh, of one dimension:
+        its ranks'). Collective at the first call."""
         if isinstance(process_group, DeviceMesh):
             process_group = process_group.get_group()
         if process_group is None:
@@ -86,9 +86,9 @@ class Group:
 
     @staticmethod
     def rejoin(rank: int, invitation: str) -> Group:
-        """Local, in a new process on the same host: the place of a rank that was lost. invitation:
-        of `Exchange.invitation`. One exchange can be made with it, by the arguments of that one and
-        the max_tokens and max_topk that it has by now; that waits for `Exchange.readmit`. Raises
+        """Takes a lost rank's place: local, in a new process on the same host. invitation: text of
+        `Exchange.invitation`. One exchange can be made with the Group, by the inviting exchange's
+        arguments and its current max_tokens and max_topk; that waits for `Exchange.readmit`. Raises
         InvalidArgument for what is no invitation."""
         return _Rejoined(rank, invitation)
 
@@ -102,7 +102,7 @@ class Group:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Their numbers in the world, or from 0 on where there is none."""
+        """The ranks' numbers in the world, or 0.. without a world."""
         if self.process_group is None:
             return tuple(range(self.num_ranks))
         return tuple(dist.get_process_group_ranks(self.process_group))
@@ -114,15 +114,15 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """None once torch has destroyed it."""
+        """The process group; None once destroyed."""
         return self._process_group()
 
     def all_gather(self, block: bytes) -> list[bytes]:
-        """Collective, for set-up: the blocks of all ranks, by rank."""
+        """Collective, for set-up. Returns every rank's block, by rank."""
         return self.core.all_gather(block)
 
     def agreed(self, what: str, make: Callable[[], Any]) -> Any:
-        """Collective: make(). If it raises on one rank, all others raise InvalidArgument."""
+        """Collective. Returns make(). If one rank's raises, others raise InvalidArgument."""
         made = problem = None
         try:
             made = make()
@@ -138,7 +138,7 @@ class Group:
         return made
 
     def gather_numbers(self, *here: int) -> list[tuple[int, ...]]:
-        """Collective, for set-up: as many numbers from every rank, by rank."""
+        """Collective, for set-up. Returns every rank's `here`, by rank."""
         form = struct.Struct(f"<{len(here)}q")
         return [form.unpack(block) for block in self.all_gather(form.pack(*here))]
 
@@ -149,5 +149,5 @@ class _Rejoined(Group):
         self.core = _core.Group.rejoin(rank, invitation)
 
     def agreed(self, what: str, make: Callable[[], Any]) -> Any:
-        """The others hear nothing of it: they wait for this rank elsewhere."""
+        """Returns make(), unheard by the others: they wait elsewhere."""
         return make()

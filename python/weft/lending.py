@@ -17,12 +17,12 @@ from weft.block_products import PlacedWeight
 if TYPE_CHECKING:
     from weft.balance import Balance
 
-IN_BACKWARD = "the backward of apply"  # the name of its calls
+IN_BACKWARD = "the backward of apply"  # as errors name it
 
 
 class Enter(torch.autograd.Function):
-    """Rows and masters -> rows, and all places. Rows pass through, so that on all ranks the
-    gradients of weights are exchanged before whatever the backward of the rows exchanges."""
+    """Maps rows and masters to rows and all places. Rows pass through, so that on all ranks weight
+    gradients are exchanged before whatever the rows' backward exchanges."""
 
     @staticmethod
     def forward(ctx, balance, held, later, rows, *weights):  # noqa: ANN001, ANN205
@@ -51,8 +51,8 @@ class Enter(torch.autograd.Function):
 
 
 class Later:
-    """Weights of one call of `apply` whose gradients its experts do not give to autograd: they keep
-    what the gradients of blocks are made of, or leave it to a queue."""
+    """Weights of one `apply` whose gradients bypass autograd: without a queue `PlacedWeight` keeps
+    what makes the gradients of blocks, else the queue does."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -60,7 +60,7 @@ class Later:
         self._masters: Sequence[Tensor] = ()
 
     def given(self, lent: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Any]:
-        """For the experts. With a queue tensors that have a gradient of their own."""
+        """Returns the experts' weights: `PlacedWeight`, or with a queue leaf tensors."""
         if self._queue is None:
             self._given = [PlacedWeight(one) for one in lent]
         else:
@@ -71,7 +71,7 @@ class Later:
     def gradients(
         self, balance: Balance, placement: Tensor, wanted: list[int]
     ) -> Sequence[Tensor | None]:
-        """Collective, or with a queue when it runs."""
+        """Returns gradients, or Nones with a queue. Collective, with a queue at its run."""
         if self._queue is None:
             placed = [self._given[at] for at in wanted]
             sums = balance._sums_of_blocks(placement, placed)
@@ -85,7 +85,7 @@ class Later:
 
 
 def _taken(balance: Balance, placement: Tensor, lent: Tensor) -> Tensor:
-    """Collective. The masters' gradient, once all places have theirs; these are let go."""
+    """Collective. Returns the masters' gradient and drops `lent.grad` of all places."""
     grad = _or_zeros(lent.grad, lent.shape, lent.dtype, lent.device)
     lent.grad = None
     return balance._reduced(placement, [grad])[0]
@@ -94,12 +94,12 @@ def _taken(balance: Balance, placement: Tensor, lent: Tensor) -> Tensor:
 def _or_zeros(
     grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Zeros where this rank did not use a weight; another may have."""
+    """Returns grad, or zeros for None: another rank may have one."""
     return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
 
 
 class Leave(torch.autograd.Function):
-    """Passes on what the experts made, as it is; its backward brings their weights back first."""
+    """Passes on the experts' results unchanged; the backward first refills the weights."""
 
     @staticmethod
     def forward(ctx, balance, held, *made):  # noqa: ANN001, ANN205

@@ -5,9 +5,9 @@ A graph carries tensors only: in place of a plan goes a ticket, an int64 tensor 
 memory keeps the plan alive. `weft.dispatch` and `weft.combine` are the eager way to the same.
 
 The operators have effects for torch: it drops none and repeats none, and its graphs keep their
-order. A backend may still move calls that need nothing of each other, on some ranks only. Each name
-of `register` has a number that goes with its calls, and a plan has one, too: where the ranks' calls
-have changed places, all ranks raise, and no rows go astray.
+order. A backend may still reorder independent calls, on some ranks only. Each name of `register`
+has a number that goes with its calls, and so has a plan: if ranks' calls are in different orders,
+all ranks raise, and no rows go astray.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def _ticket_of(plan: Plan, out: Dispatched) -> Tensor:
 
 
 def plan_of(ticket: Tensor) -> Plan:
-    """The plan behind a ticket. Raises InvalidArgument for a copy whose original is gone."""
+    """Returns a ticket's plan. Raises InvalidArgument for a copy whose original is gone."""
     plan = _plans.get(int(ticket))
     if plan is None:
         raise InvalidArgument(f"ticket: {int(ticket)} names no plan that is alive")
@@ -55,8 +55,8 @@ def plan_of(ticket: Tensor) -> Plan:
 
 
 def register(exchange: Exchange) -> str:
-    """A name by which a graph calls an exchange. Collective: ask for it outside of the graph, once
-    for each layer that shall not be taken for another."""
+    """Returns a name by which a graph calls an exchange. Collective: call it outside the graph,
+    once for each layer that must not be confused with another."""
     number = 1 + sum(known is exchange for known in _exchanges.values())
     name = f"exchange {next(_next_name)}.{number}"
     _exchanges[name] = exchange
@@ -108,8 +108,8 @@ def _(x, topk_idx, weights, exchange, *options):  # noqa: ANN001, ANN202
 
 
 def _balance_of(replicas: int, balancing: list[int], experts: list[int]) -> Balancing | Placement:
-    """From what an operator can be given: least rows, rows of a block, rows that a replica costs;
-    the experts of a placement, or none."""
+    """Builds `balance` from an operator's arguments: balancing has min_rows, block_rows and
+    replica_rows; experts a placement or nothing."""
     if not experts:
         return Balancing(replicas, *balancing)
     placement = torch.tensor(experts, dtype=torch.int32, device="cpu").view(-1, replicas)
@@ -126,7 +126,7 @@ def _(ticket, num_ranks, replicas):  # noqa: ANN001, ANN202
     return torch.empty((num_ranks, replicas), dtype=torch.int32, device="cpu")
 
 
-# An operator with effects cannot say how large its outputs are, so that another one does.
+# A separate operator, as one with effects cannot say how large its outputs are.
 
 
 @library.custom_op("weft::num_rows", mutates_args=(), **_ON_HOST)
@@ -143,7 +143,7 @@ def _(ticket):  # noqa: ANN001, ANN202
 def _take_rows(
     x: Tensor, weights: Tensor, ticket: Tensor, num_rows: int, weight_cols: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns what the dispatch with that ticket has moved of x and weights."""
+    """Returns the rows and weights that the ticket's dispatch has moved."""
     plan = plan_of(ticket)
     out, plan.moved = plan.moved, None
     return out.rows, out.weights
@@ -163,7 +163,7 @@ def _move(
     weight_cols: int,
     to_experts: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dispatch, or combine, which is its adjoint; what comes of no weights has no elements."""
+    """Dispatches, or combines (the adjoint); without weights the second result is empty."""
     plan = plan_of(ticket)
     call = plan.exchange.dispatch if to_experts else plan.exchange.combine
     moved, moved_weights, *_ = call(plan, rows, weights)
@@ -198,7 +198,7 @@ def _move_back(ctx, grad, grad_weights) -> tuple:  # noqa: ANN001
 _take_rows.register_autograd(_move_back, setup_context=_keep)
 _move.register_autograd(_move_back, setup_context=_keep)
 
-# Dropped, repeated or in another order the calls of one rank would meet other calls of the others.
+# A call dropped, repeated or out of order would meet a different call of the other ranks.
 for _op in (_plan_and_dispatch, _take_rows, _move):
     _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
 
@@ -223,7 +223,7 @@ def dispatch(
     order: str = "rank",
     balance: int | Balancing | Placement = 0,
 ) -> Traced:
-    """Collective. `weft.plan_and_dispatch` as an operator; differentiable likewise.
+    """Collective. Does `weft.plan_and_dispatch` as an operator; as differentiable.
 
     x [T, hidden], topk_idx [T, K], weights fp32 [T, K]; exchange as `register` names it; the
     options as in `Exchange.plan`. With replicas `placement` says whose weights their places need.
@@ -253,23 +253,23 @@ def dispatch(
 
 
 def placement(ticket: Tensor, num_ranks: int, replicas: int) -> Tensor:
-    """int32 [num_ranks, replicas] on the CPU: the expert of each replica of that dispatch, -1:
-    none. num_ranks: of its exchange; replicas: R of its balance, above 0."""
+    """Returns the expert of each replica of the ticket's dispatch, int32 [num_ranks, replicas] on
+    the CPU, -1: none. num_ranks: the exchange's; replicas: R of `balance`, above 0."""
     return _placement(ticket, num_ranks, replicas)
 
 
 def combine(rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
-    """Collective. `weft.combine`: rows [num_rows, hidden] back to [num_tokens, hidden];
+    """Collective. Sums rows [num_rows, hidden] to [num_tokens, hidden] by `weft.combine`;
     differentiable. ticket: of `dispatch`; num_tokens: T of its x.
     """
     return _move(rows, None, ticket, num_tokens, 0, False)[0]
 
 
 def kept() -> tuple:
-    """The context_fn of torch.utils.checkpoint: what the operators made is kept, not made again.
+    """Serves as context_fn of torch.utils.checkpoint: operators' results are kept, not recomputed.
 
-    Under torch.compile activation checkpointing needs it (torch 2.11 fails on effects that it
-    shall repeat); elsewhere it spares the calls.
+    Under torch.compile activation checkpointing needs it (torch 2.11 fails to repeat effects);
+    elsewhere it saves the calls.
     """
     operators = [
         op._opoverload for op in (_plan_and_dispatch, _placement, _num_rows, _take_rows, _move)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of calls, plans included; and the part in Python of how the core (torch_tensor.cpp) reads
-and makes tensors: what it refuses, and what it does not find entry points of torch for."""
+"""Results of calls, plans included; and what the core (torch_tensor.cpp) leaves to Python when it
+reads and makes tensors: what it refuses, and what it finds no entry points of torch for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _NEEDED = ("x", "rows")  # of dispatch and combine
 _BYTE = _core.DTYPES["byte"]
 _DTYPES = {getattr(torch, name): value for name, value in _core.DTYPES.items() if name != "byte"}
-# torch's own numbers of them, those that the core knows.
+# torch's own numbers of the dtypes that the core knows.
 NUMBERS = {
     torch.uint8: 0,
     torch.int8: 1,
@@ -37,9 +37,9 @@ _BY_NUMBER = {number: dtype for dtype, number in NUMBERS.items()}
 
 
 def view(name: str, tensor: Tensor | None) -> tuple | None:
-    """Returns what the core sees of a matrix, or of a vector as one column; any float of one byte
-    is a byte to it. The last item is torch's number of the dtype, None for one that the core does
-    not know. Raises InvalidArgument with `name` for what Weft cannot take."""
+    """Returns what the core sees of a matrix, or of a vector as one column; any one-byte dtype is a
+    byte to the core. The last item is torch's number of the dtype, None if the core does not know
+    it. Raises InvalidArgument with `name` for what Weft cannot take."""
     if tensor is None and name not in _NEEDED:
         return None
     if not isinstance(tensor, Tensor):
@@ -80,12 +80,12 @@ def empty(sizes: list[int], strides: list[int], number: int, gpu: int) -> Tensor
 
 
 def of_bytes(array: Tensor, rows: int, cols: int, number: int) -> Tensor:
-    """[rows, cols] of a dtype by number, in memory of the core's."""
+    """Returns the core's bytes as [rows, cols] of dtype `number`."""
     return array.view(_BY_NUMBER[number]).reshape(rows, cols).detach()  # so that it is no view
 
 
 def as_bytes(scales: Tensor | None) -> Tensor | None:
-    """[rows, bytes] uint8: payload that nobody computes with."""
+    """Returns scales as uint8 [rows, bytes], moved untouched."""
     if not isinstance(scales, Tensor):
         return scales
     if scales.dim() != 2:
@@ -100,7 +100,7 @@ class OutputPool:
 
     torch keeps book of the streams that still use a tensor and hands memory out again in their
     order; the exchange recognises its own memory and has no need to stage rows. device: the
-    exchange's, which need not be the current one. epoch: of the members that reach it
+    exchange's, which need not be the current one. epoch: of the ranks that can reach the memory
     (`CallReport`).
     """
 
@@ -116,7 +116,7 @@ class OutputPool:
 
 
 class Beside(NamedTuple):
-    """Memory for what a dispatch may tell beside its rows, int32, on this rank; None is not wanted.
+    """Memory on this rank for what a dispatch may tell beside its rows, int32; None: not wanted.
 
     sources [num_rows, 2]: the rank that a row comes from, and its token there; left as it was for
     rows without a token. Not with "rank_major": counts [El], `Plan.rows_per_expert`, and count_sums
@@ -129,7 +129,7 @@ class Beside(NamedTuple):
 
 
 class RowMarks(NamedTuple):
-    """Marks that tell a combine that rows are whole which are still being written when it begins.
+    """Marks that tell a combine when rows, still being written as it begins, are whole.
 
     marks int32 [El * blocks], by expert, then block: a block is whole when its mark equals
     `wanted`, which whoever writes the rows stores after them, with release semantics. block_rows:
@@ -150,10 +150,10 @@ class Dispatched(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Routes that the ranks of a plan get."""
+    """Numbers of routes that ranks get."""
 
     busiest: int  # the rank that gets most
-    unbalanced: int  # what that would be without replicas
+    unbalanced: int  # `busiest` without replicas
     mean: float
     if_free: int  # what the busiest would be if replicas cost nothing (`Balancing.replica_rows`)
 
@@ -164,7 +164,7 @@ class Load(NamedTuple):
 
     @property
     def of_mean(self) -> float:
-        """1: all get the same."""
+        """Busiest over mean rank."""
         return self.busiest / self.mean if self.mean else 1.0
 
 
@@ -185,7 +185,7 @@ class SkippedPlan:
     def __init__(
         self, exchange: Exchange, calls: _core.Exchange, num_calls: int, num_tokens: int, rows: int
     ) -> None:
-        """num_calls: that `CallReport.calls_behind` would count of it."""
+        """num_calls: how many `CallReport.calls_behind` counts."""
         self.exchange, self.calls, self.num_calls = exchange, calls, num_calls
         self.num_tokens, self.num_rows = num_tokens, rows
 
@@ -240,7 +240,7 @@ class Plan:
 
     @property
     def weight_cols(self) -> int:
-        """Columns of weights at the source: K, or E with a routing map."""
+        """Columns of the source's weights: K, or E with a routing map."""
         return self.num_experts if self.from_map else self.topk
 
     @functools.cached_property
@@ -289,7 +289,7 @@ class Plan:
     )
 
     def without_slack(self, rows: Tensor) -> Tensor:
-        """Returns what a dispatch has made, [num_rows, any], with zeros behind the rows in use."""
+        """Returns a dispatch's rows [num_rows, any], zeroed behind the rows in use."""
         if not self.core.may_have_slack:
             return rows
         if self.layout == "expert_strided":
@@ -313,11 +313,11 @@ class Plan:
     sent_arrivals = _of_core("sent_arrivals", "[R] tokens that this rank sends to each.")
 
     def wire_bytes(self, row_bytes: int) -> int:
-        """Bytes that this rank sends to others in a dispatch, for rows of so many bytes each."""
+        """Returns the bytes that this rank sends to others in a dispatch, by bytes of a row."""
         return self.core.wire_bytes(row_bytes)
 
     def returned_bytes(self, row_bytes: int) -> int:
-        """Bytes of such rows that `combine` brings back to this rank: more with order="topk"."""
+        """Returns the bytes that `combine` brings back to this rank: more with order="topk"."""
         return self.core.returned_bytes(row_bytes)
 
     def __repr__(self) -> str:

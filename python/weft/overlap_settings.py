@@ -16,7 +16,7 @@ gpu_sms: int | None = None
 
 @contextmanager
 def overlapped() -> Iterator[None]:
-    """Within it, in all threads (backward has its own), exchanges leave room for other kernels."""
+    """Makes exchanges within, in all threads (backward's too), leave room for other kernels."""
     global gpu_sms
     before, gpu_sms = gpu_sms, count_gpu_sms()
     try:
@@ -26,7 +26,7 @@ def overlapped() -> Iterator[None]:
 
 
 def sms(is_copied_dispatch: bool = False) -> int:
-    """Returns what a call takes for num_sms = 0; 0: Weft's table for exchanges that run alone."""
+    """Returns a call's SMs for num_sms = 0; 0: by Weft's table for exchanges that run alone."""
     return _core.overlapped_sms(gpu_sms, is_copied_dispatch) if gpu_sms else 0
 
 

@@ -16,10 +16,10 @@ from weft.errors import InvalidArgument
 
 
 class Balancing(NamedTuple):
-    """Replicas that each plan places anew, by its own counts."""
+    """Replicas that each plan places anew by its route counts."""
 
     replicas: int  # R, places for them on each rank, at most 16
-    min_rows: int = 1  # of each: with fewer it is not worth its weights
+    min_rows: int = 1  # least rows of a replica: fewer are not worth it
     # Above 1: an expert's replicas by ascending rank, then its master take intervals of its rows by
     # source rank, then token, and replicas whole blocks of so many. At most 1024.
     block_rows: int = 1
@@ -30,7 +30,7 @@ class Balancing(NamedTuple):
 
 
 def as_int32(name: str, values: Tensor) -> Tensor:
-    """On the CPU. Raises InvalidArgument where a value is no int32."""
+    """Copies to the CPU. Raises InvalidArgument for values beyond int32."""
     given = values.to("cpu")
     found = given.to(torch.int32)
     if not torch.equal(found.to(given.dtype), given):
@@ -39,12 +39,12 @@ def as_int32(name: str, values: Tensor) -> Tensor:
 
 
 class Placement:
-    """Replicas that lie where they are for many plans, as servers place them by what was popular.
+    """Replicas that stay in place for many plans, as servers place them by past popularity.
 
     replicas: int32 [ranks, R], the expert of each, -1: none; on each rank experts of others, each
     once. Rows are shared out among an expert's places so that ranks are as even as that allows.
-    `Exchange.plan` checks it against its ranks and experts, `check` before that. block_rows: see
-    `Balancing`; what is less than a block stays with the master.
+    `Exchange.plan` checks them against its ranks and experts, `check` before that. block_rows: see
+    `Balancing`; less than a block stays with the master.
     """
 
     def __init__(self, replicas: Tensor | Iterable[Iterable[int]], *, block_rows: int = 1) -> None:
@@ -60,8 +60,8 @@ class Placement:
     def from_counts(
         cls, counts: Tensor, num_ranks: int, replicas: int, *, min_rows: int = 1
     ) -> Placement:
-        """The one that the planner finds for counts, integers [..., E], of routes to each expert:
-        those of all ranks together, added up over as many calls as shall count."""
+        """Returns the planner's placement for counts, integers [..., E], of routes to each expert:
+        of all ranks together, summed over the leading dimensions."""
         sums = counts.reshape(-1, counts.size(-1)).sum(0).tolist()
         found = _core.replicas_for(sums, num_ranks, replicas, min_rows)
         found = torch.tensor(found, dtype=torch.int32, device="cpu")
@@ -77,12 +77,12 @@ class Placement:
         layer: int | None = None,
         min_rows: int = 1,
     ) -> Placement:
-        """The one for what a routing file (docs/routing_file.md) has of a layer, or of all."""
+        """Returns the placement for a layer of a routing file (docs/routing_file.md), or all."""
         counts = torch.tensor(_core.count_routing_file(os.fspath(path), layer), device="cpu")
         return cls.from_counts(counts, num_ranks, replicas, min_rows=min_rows)
 
     def check(self, num_experts: int) -> None:
-        """Raises InvalidArgument unless the replicas may lie there, of so many experts."""
+        """Raises InvalidArgument unless the replicas are allowed for num_experts experts."""
         count, *_, experts = self._core
         _core.check_replicas(experts, self.replicas.size(0), num_experts, count)
 
@@ -91,7 +91,7 @@ class Placement:
 
 
 def num_replicas(balance: Any) -> int:
-    """R of what was given as `balance`; 0 for what is none, which `core_balance` refuses."""
+    """Returns R of `balance`; 0 for a value that `core_balance` refuses."""
     try:
         return core_balance(balance)[0]
     except InvalidArgument:
@@ -99,8 +99,8 @@ def num_replicas(balance: Any) -> int:
 
 
 def core_balance(balance: Any) -> tuple[int, int, int, int, list[int]]:
-    """Returns `balance` for the core: R, the least rows of a replica, its blocks, what it costs, a
-    placement or nothing."""
+    """Returns `balance` for the core: R, min_rows, block_rows, replica_rows, a placement or
+    nothing."""
     if isinstance(balance, Placement):
         return balance._core
     if isinstance(balance, Balancing):
@@ -116,12 +116,12 @@ def core_balance(balance: Any) -> tuple[int, int, int, int, list[int]]:
 def replica_rows(
     weight_bytes: int, row_bytes: int, *, row_seconds: float = 0.0, link_rate: float = 0.0
 ) -> int:
-    """`replica_rows` of `Balancing`: how many rows take as long as the weights of a replica, at
+    """Returns `Balancing.replica_rows`: how many rows take as long as a replica's weights, at
     least 1.
 
-    weight_bytes: of an expert, as often as they travel (`Balance.replica_bytes`). row_bytes: that a
-    row moves, as often. row_seconds, if it counts, what else a row takes on its rank, its products;
-    link_rate: bytes per second between two ranks. All ranks have to give the same.
+    weight_bytes: of an expert, times how often they travel (`Balance.replica_bytes`). row_bytes:
+    likewise of a row. row_seconds: if it counts, a row's computation on its rank; link_rate: bytes
+    per second between two ranks. All ranks have to give the same.
     """
     if weight_bytes < 0 or row_bytes <= 0 or row_seconds < 0 or link_rate < 0:
         raise InvalidArgument(
@@ -134,9 +134,9 @@ def replica_rows(
 def balanced_rows(
     num_tokens: int, topk: int, num_local_experts: int, replicas: int, pad_multiple: int = 1
 ) -> int:
-    """A row budget for `expert_major` plans with replicas: the mean rank's rows, where ranks have
+    """Returns a row budget for `expert_major` plans with replicas: the mean rank's rows, for
     num_tokens tokens in the mean, what the planner's search may leave above that, and padding.
-    Where so many are not enough (`Plan.load`), `Plan.overflow` says that routes were dropped."""
+    If that is not enough (`Plan.load`), `Plan.overflow` says that routes were dropped."""
     mean = num_tokens * topk
     slack = mean // _core.BALANCE_FINENESS
     return mean + slack + (num_local_experts + replicas) * (pad_multiple - 1)

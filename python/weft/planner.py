@@ -19,7 +19,7 @@ class PlannedBalance:
     weights lie: rank r has those from r * (El + R) on, El masters and then R replicas.
 
     placement int32 [ranks, R]: the expert of each replica, -1 where the place stays empty.
-    quotas int64 [ranks, ranks * (El + R)]: how many routes each source has to each of them.
+    quotas int64 [ranks, ranks * (El + R)]: routes of each source to each physical expert.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class PlannedBalance:
 
     @property
     def rows_of_ranks(self) -> Tensor:
-        """int64 [ranks]: routes to each rank."""
+        """Routes to each rank, int64 [ranks]."""
         return self.quotas.sum(0).view(len(self.placement), -1).sum(1)
 
     def assign(self, source: int, topk_idx: Tensor) -> Tensor:
-        """The physical expert of each route of rank `source`, like topk_idx [T, K] in shape, type
-        and device, -1 where that has it. Raises InvalidArgument for routes that were not counted.
+        """Returns the physical expert of each route of rank `source`, like topk_idx [T, K], -1
+        where topk_idx is. Raises InvalidArgument for routes that were not counted.
         """
         if not 0 <= source < len(self.placement):
             raise InvalidArgument(f"source = {source} (expected 0 to {len(self.placement) - 1})")
@@ -58,11 +58,11 @@ def plan_balance(
     block_rows: int = 1,
     replica_rows: int = 0,
 ) -> PlannedBalance:
-    """The replicas that make all ranks about equally busy: the same for all that ask the same.
+    """Plans replicas that make all ranks about equally busy; equal arguments, equal result.
 
     counts [ranks, E], integers: routes from each rank to each expert; E divisible by the ranks, as
     for `Exchange`. replicas: R, most on each rank, 0 to 16. min_rows: fewest of a replica. domains:
-    `Group.domains`; where there are several, rows stay in theirs where they can. block_rows above
+    `Group.domains`; with several, rows stay in their domain if they can. block_rows above
     1: an expert's replicas by ascending rank, then its master take intervals of its rows by source,
     then token, and replicas whole blocks of so many rows; domains do not count. replica_rows: what
     a replica's weights cost, see `Balancing`. Raises InvalidArgument for sizes that do not fit.

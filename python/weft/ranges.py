@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 _WANTED = os.environ.get("WEFT_NVTX", "1" if os.environ.get("NVTX_INJECTION64_PATH") else "0")
 HAS_NVTX = _WANTED == "1"
-# True if anything shows the calls, which ask first.
+# True if NVTX or the log shows calls; ask first.
 IS_ON: bool = HAS_NVTX or call_log.IS_ON
 
 
 def begin(name: str, group: Group | None = None, frame: FrameType | None = None) -> None:
-    """A range "weft: name" of this thread, inside the one that is open. group: of the call. frame:
-    of the function that makes it, or of one that this has called; None: the caller's caller."""
+    """Opens a range "weft: name" in this thread's open one. group: the call's. frame: of the
+    function that makes the call, or of one below; None: the caller's caller."""
     if HAS_NVTX:
         with contextlib.suppress(RuntimeError):  # a torch without CUDA has no NVTX
             torch.cuda.nvtx.range_push(f"weft: {name}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways of an expert's weights to its replicas: from the master's rank to each, or in rounds, in
-which ranks that have them pass them on. balance.py asks for that; copies.py carries each round out.
+which ranks that have them pass them on. balance.py asks for rounds; copies.py carries them out.
 
-All functions here are pure, and what they are given is the same on all ranks: so all come to the
-same rounds without a word. Only weights are passed on. Gradients go straight to their master, which
+All functions here are pure, with the same arguments on all ranks: so all find the same rounds
+without communication. Only weights are passed on. Gradients go straight to their master, which
 adds them by ascending rank: a relay that added some up first would make other sums of them, and one
 that only passed them on would spare the master none of the bytes that come to it."""
 
@@ -34,7 +34,7 @@ def rounds_of(
     num_bytes: int,
     device_type: str = "cpu",
 ) -> Rounds:
-    """The rounds that all ranks make, at least one, which may be empty.
+    """Returns the rounds of all ranks, at least one, which may be empty.
 
     mode: "never", "always", or "auto": passed on if that costs less (`cost`). domain_of: of each
     rank. num_bytes: of an expert. device_type: of the ranks, "cpu" or "cuda"."""
@@ -51,7 +51,7 @@ def rounds_of(
 
 
 def straight(copies: Sequence[Copy]) -> Rounds:
-    """One round, in which masters send."""
+    """Returns a round of masters' sends."""
     return [[Hop(one, one.owner) for one in copies]]
 
 
@@ -60,8 +60,8 @@ def passed_on(copies: Sequence[Copy], domain_of: Sequence[int]) -> Rounds:
     rank has it, if there is one, and to one of its own domain.
 
     For an expert on ranks of D domains, at most n in one of them, the master's included, these are
-    at most ceil(log2 D) + ceil(log2 n) rounds. Where it has a second place on a rank, or one on its
-    master's, the master sends that in the first."""
+    at most ceil(log2 D) + ceil(log2 n) rounds. A second place of the expert on a rank, or one on
+    its master's, the master sends in the first."""
     first: dict[tuple[int, int], Copy] = {}  # by expert and rank
     for one in copies:
         if one.at != one.owner:
@@ -89,7 +89,7 @@ def _hops(
     domain_of: Sequence[int],
     sent: Counter[int],
 ) -> list[Hop]:
-    """One expert's hops of a round. Whom they reach is then among the holders."""
+    """Returns one expert's hops of a round; adds the reached ranks to `holders`."""
     reached = {domain_of[rank] for rank, _ in holders}
     hops: list[Hop] = []
     for rank, held in sorted(holders, key=lambda holder: (sent[holder[0]], holder)):
@@ -105,9 +105,9 @@ def _hops(
 
 
 def cost(rounds: Rounds, domain_of: Sequence[int], num_bytes: int, device_type: str = "cpu") -> int:
-    """Bytes that a link inside a domain carries meanwhile: in each round those of the busiest, in
-    or out, inside the domain or to others (`CROSSING` times as long), and `ROUND_BYTES` for each
-    round after the first."""
+    """Returns the rounds' time as bytes of a link inside a domain: each round's busiest rank, in or
+    out, inside the domain or to others (`CROSSING` times as long), and `ROUND_BYTES` for each round
+    after the first."""
     busiest = 0
     for hops in rounds:
         loads: Counter[tuple[int, bool, bool]] = Counter()

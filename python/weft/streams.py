@@ -39,7 +39,7 @@ class CommStream:
         self._last_raw: tuple[int, int] | None = None  # its device and handle
 
     def of(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream on a CUDA device; it has high priority."""
+        """Returns the high-priority stream on a CUDA device."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)
         return self._streams[device]
@@ -52,12 +52,12 @@ class CommStream:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> contextlib.AbstractContextManager[StreamCall]:
-        """A context for the work of one call on tensors of `device`, to be entered at once.
+        """Returns the context for one call's work on tensors of `device`, to be entered at once.
 
-        previous_event: anything with `current_stream_wait()`, or with such a thing as `event`
-        (None there is no event). It replaces the wait for the current stream, so it must be newer
-        than all that produces `inputs`. async_finish: the current stream does not wait.
-        BadCall if allocate_on_comm_stream comes without both of them.
+        previous_event: anything with `current_stream_wait()`, or with an `event` that has it (None:
+        no event). Replaces the wait for the current stream, so it must be newer than all that
+        produces `inputs`. async_finish: the current stream does not wait.
+        BadCall if allocate_on_comm_stream lacks previous_event or async_finish.
         """
         event = previous_event
         if event is not None:
@@ -80,13 +80,13 @@ class CommStream:
         return self._aside(call, caller, self.of(device), inputs, event)
 
     def is_current(self, device: torch.device) -> bool:
-        """Returns whether the next call can be made on the current stream of the device as that is:
-        the one before ran there."""
+        """Returns whether the next call needs no wait on the device's current stream: the last call
+        ran there."""
         return device.type != "cuda" or self._last_raw == _current_raw(device)
 
     def current(self, gpu: int) -> int | None:
-        """The current stream of a GPU, or of the CPU (-1, with stream 0), as an exchange takes it;
-        None if the next call cannot be made there as that is."""
+        """Returns the current stream of a GPU (CPU: gpu -1, stream 0) as an exchange takes it; None
+        if the next call would have to wait there for the last."""
         if gpu < 0:
             return 0
         raw = torch._C._cuda_getCurrentRawStream(gpu)
@@ -101,7 +101,7 @@ class CommStream:
         inputs: Iterable[Tensor | None],
         event: Any,
     ) -> Iterator[StreamCall]:
-        """The work of `call` on `comm`."""
+        """Runs `call`'s body on `comm`."""
         is_async = False  # an error is not
         try:
             with torch.cuda.stream(comm):
@@ -135,7 +135,7 @@ class CommStream:
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The current stream of the tensor's GPU as a number; 0 for a CPU tensor."""
+    """Returns the tensor's current GPU stream as a number; 0 on a CPU."""
     return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
@@ -145,8 +145,8 @@ def _current_raw(device: torch.device) -> tuple[int, int]:
 
 
 class StreamCall:
-    """One call's stay on its stream; `CommStream.call` makes it. A context by itself, for calls on
-    the current stream."""
+    """One call on its stream, made by `CommStream.call`. As a context it does nothing: the call is
+    on the current stream."""
 
     __slots__ = ("async_finish", "event", "outputs")
 
@@ -167,7 +167,7 @@ class StreamCall:
 
 
 def known_to(tensors: Iterable[Any], stream: Any) -> None:
-    """Tells the allocator that `stream` uses these, whichever stream they were made on."""
+    """Tells torch's allocator that `stream` uses the CUDA tensors among `tensors`."""
     for tensor in tensors:
         if hasattr(type(tensor), "record_stream") and tensor.is_cuda:
             tensor.record_stream(stream)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of this process, and how long it waited for other ranks, as numbers and as text for
+"""Counts of this process's calls and its seconds of waiting for other ranks, also as text for
 Prometheus. exchange.py reports here."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _tallies: dict[tuple[int, ...], Tally] = {}  # by the ranks of a group in the wo
 
 
 class Tally:
-    """Sums of what exchanges of the same ranks have done, those included that are no more."""
+    """Sums of the `stats` of all exchanges of the same ranks, freed ones included."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         self._ranks, self._rank = ranks, rank
@@ -31,7 +31,7 @@ class Tally:
         self._live.add(exchange)
 
     def settle(self, core: _core.Exchange | None) -> None:
-        """Keeps what `core` has done, which is about to go, unless it is too broken to tell."""
+        """Adds the stats of `core`, about to be freed, unless it is too broken to tell."""
         if core is not None:
             with contextlib.suppress(Error):
                 self._past = _sum(self._past, core.stats())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weft beneath the expert parallelism of Hugging Face's Transformers, 5.23 and later.
+"""Weft as an expert-parallel backend of Hugging Face's Transformers, 5.23 and later.
 
     weft.transformers.register()
     config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="weft")
@@ -61,7 +61,7 @@ class WeftEP(EPImplementation):
         return self._of_all_parts(combined, num_tokens)
 
     def _computed(self, plan: weft.Plan, sent: weft.Dispatched, dtype: torch.dtype) -> Tensor:
-        """The outputs of this rank's experts, [plan.num_rows, hidden]."""
+        """Computes this rank's experts: [plan.num_rows, hidden]."""
         rows, weights = sent.rows, sent.weights.to(dtype)
         experts = torch.arange(self.num_local_experts, device=rows.device)
         ids = experts.repeat_interleave(plan.rows_per_expert, output_size=plan.num_rows)
@@ -100,8 +100,8 @@ class WeftEP(EPImplementation):
         return parts.full_tensor()
 
 
-# Exchanges of a group by hidden size, experts and device. They outlive the layers, whose ends ranks
-# may see at different times: ranks must agree whether a call makes a new exchange.
+# Exchanges of a group by hidden size, experts and device. They outlive the layers, which ranks may
+# free at different times: ranks must agree whether a call makes a new exchange.
 _EXCHANGES: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[int, int, torch.device], weft.Exchange]
 ] = weakref.WeakKeyDictionary()
