@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weft under the names of other libraries, so that programs written for them run unchanged.
+"""Weft under other libraries' names, so that programs written for those run unchanged.
 
     import weft.compat
     weft.compat.install()      # now `import deep_ep` and `import uccl.ep` find Weft
 
-`weft.compat.deep_ep` and `weft.compat.uccl` are the same without that.
+Without `install`, import `weft.compat.deep_ep` and `weft.compat.uccl`.
 """
 
 import importlib
@@ -64,12 +64,12 @@ _replaced: dict[str, dict[str, ModuleType]] = {}  # by name, what was in sys.mod
 
 
 def install(names: str | Iterable[str] = ("deep_ep", "uccl"), force: bool = False) -> None:
-    """Registers modules of these names that hold Weft's; without effect for those it has already.
+    """Registers Weft's modules under these names; skips names that are registered already.
 
     Call it before anything imports them, in each process. An installation of the real library is
-    not covered up: `weft.NotAvailable` names its path, and nothing is registered. force: it is
-    covered up, until `uninstall`. "transformer_engine.pytorch.ep" needs the package that it is in:
-    NotAvailable without. InvalidArgument for a name that Weft does not stand for.
+    not hidden: `weft.NotAvailable` names its path, and nothing is registered. force: hides it until
+    `uninstall`. "transformer_engine.pytorch.ep" needs Transformer Engine, else NotAvailable.
+    InvalidArgument for an unknown name.
     """
     wanted = _known(names)
     with _lock:
@@ -96,7 +96,7 @@ def install(names: str | Iterable[str] = ("deep_ep", "uccl"), force: bool = Fals
 
 
 def uninstall(names: str | Iterable[str] = ("deep_ep", "uccl")) -> None:
-    """Undoes `install`: the modules that were there before come back. Imported names stay."""
+    """Undoes `install` and restores the modules from before. Imported names stay."""
     with _lock:
         for name in _known(names):
             if name in _replaced:
@@ -159,15 +159,15 @@ def _refuse_real(name: str) -> None:
 
 
 def _take_modules(name: str) -> dict[str, ModuleType]:
-    """Removes the module and all below it from sys.modules."""
+    """Removes module `name` and all below from sys.modules."""
     below = name + "."
     found = [one for one in sys.modules if one == name or one.startswith(below)]
     return {one: sys.modules.pop(one) for one in found}
 
 
 class _Finder(DistributionFinder, importlib.abc.Loader):
-    """Finds what is installed, also where others ask for more than the modules: `find_spec` of one
-    before it is imported, `reload`, and the version of the distribution."""
+    """Finds installed modules also for `find_spec` before an import and for `reload`, and the
+    version of the distribution."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -177,14 +177,14 @@ class _Finder(DistributionFinder, importlib.abc.Loader):
         return _spec_of(name) if is_known else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """The public names of Weft's module go into this one, which is one of its own."""
+        """Copies the public names of Weft's module into `module`, a separate object."""
         source = _source_of(module.__name__)
         module.__doc__ = source.__doc__
         module.__file__ = source.__file__
         module.__all__ = list(source.__all__)
         for public in source.__all__:
             setattr(module, public, getattr(source, public))
-        if hasattr(source, "__getattr__"):  # for what changes
+        if hasattr(source, "__getattr__"):  # changing names
             module.__getattr__ = source.__getattr__
 
     def find_distributions(
@@ -203,7 +203,7 @@ def _source_of(name: str) -> ModuleType:
 
 
 def _spec_of(name: str) -> ModuleSpec:
-    """A package's path is empty: what is not registered cannot be imported a second time below."""
+    """Makes a spec. A package's path is empty, so that no submodule is imported twice."""
     source = _source_of(name)
     is_package = hasattr(source, "__path__")
     return ModuleSpec(name, _finder, origin=source.__file__, is_package=is_package)

@@ -32,7 +32,7 @@ HONOURED = (
 
 
 def text(*names: str) -> str | None:
-    """The value of the first of `names`, which are honoured, that is set."""
+    """Returns the value of the first of `names` (all HONOURED) that is set."""
     for name in names:
         assert name in HONOURED, name
         value = os.environ.get(name)

@@ -21,8 +21,8 @@ def planned_by(
     min_rows: int = 1,
     layer: int = 0,
 ) -> PlannedBalance:
-    """Collective, over the set-up way of the group. count(): routes of this rank to each expert,
-    int64 [E]; what it raises, all ranks raise. BadCall where ranks plan for different layers."""
+    """Plans replicas from exact counts. Collective, by the group's set-up calls. count(): this
+    rank's routes per expert, int64 [E]; all ranks raise its error. BadCall if layers differ."""
     counts = group.agreed(name, count)
     layers, *told = zip(*group.gather_numbers(layer, *counts.tolist()))
     check(len(set(layers)) == 1, f"{name}: layer differs between ranks: {list(layers)}")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformer Engine's module `pytorch.ep`, which stands on NCCL EP, by Weft's exchanges instead.
+"""Transformer Engine's module `pytorch.ep`, by Weft's exchanges instead of NCCL EP.
 
     ep_bootstrap(group, E, max_tokens, H, K, recv_capacity_per_rank=N)
     buffer = EpBuffer(K, max_tokens, H, El, N)                  one for each dispatch
     rows, row_weights, counts = ep_dispatch(buffer, tokens, topk_idx, topk_weights)
     tokens = ep_combine(buffer, rows, num_local_tokens=T)
 
-`weft.compat.install("transformer_engine.pytorch.ep")` puts it under its name, beside whatever
-Transformer Engine there is.
+`weft.compat.install("transformer_engine.pytorch.ep")` puts this module under that name, in the
+Transformer Engine that is installed.
 """
 
 import atexit
@@ -52,9 +52,9 @@ def ep_bootstrap(
     drop_on_overflow: bool = False,
     max_token_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Collective, once for a process until `ep_finalize`. Buffers that are made afterwards are of
-    this group; their own sizes count. max_num_sms: GPU multiprocessors of a call, 0: by a table.
-    Megatron-Core up to 0.19 gives no num_topk.
+    """Sets the group of later buffers, whose own sizes count. Collective, once per process until
+    `ep_finalize`. max_num_sms: GPU multiprocessors of a call, 0: by a table. Megatron-Core up to
+    0.19 gives no num_topk.
 
     Routes beyond a capacity are dropped, whatever drop_on_overflow says; zero_copy has no effect.
     Raises RuntimeError at a second call, ValueError for num_topk below 1, and for zero_copy or
@@ -86,19 +86,19 @@ def is_ep_bootstrapped() -> bool:
 
 
 def __getattr__(name: str) -> bool:
-    """_BOOTSTRAPPED, which Megatron-Core up to 0.19 reads in place of `is_ep_bootstrapped`."""
+    """Answers _BOOTSTRAPPED, which Megatron-Core up to 0.19 reads for `is_ep_bootstrapped`."""
     if name == "_BOOTSTRAPPED":
         return is_ep_bootstrapped()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def get_ep_group() -> dist.ProcessGroup | None:
-    """The group of `ep_bootstrap`; None without one."""
+    """Returns the group of `ep_bootstrap`, or None."""
     return None if _ranks is None else _ranks.group
 
 
 def ep_finalize() -> None:
-    """Closes the exchanges, on every rank before the group goes; as often as wanted."""
+    """Closes the exchanges; every rank calls it before the group goes, any number of times."""
     global _ranks
     if _ranks is not None:
         _ranks.exchanges.close()
@@ -188,8 +188,8 @@ def ep_dispatch(
     recv_tokens: Tensor | None = None,
     recv_topk_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collective, on the current stream: tokens bf16 [T, H], topk_idx int64 or int32 [T, K], -1
-    for none, topk_weights fp32 [T, K].
+    """Sends tokens to experts, collective, on the current stream. tokens bf16 [T, H], topk_idx
+    int64 or int32 [T, K], -1 for none, topk_weights fp32 [T, K].
 
     Returns rows [P, H] by local expert, then source rank, then token, those of padding zero; their
     weights fp32 [P]; tokens_per_expert. Differentiable in tokens and weights. With a capacity P is
@@ -216,8 +216,8 @@ def ep_combine(
     num_local_tokens: int | None = None,
     grad_out: Tensor | None = None,
 ) -> Tensor:
-    """Collective, on the current stream. Rows [P, H] in the order of the dispatch -> [T, H],
-    unweighted sums; T is num_local_tokens, or max_tokens_per_rank with rows of zeros behind.
+    """Sums rows [P, H] in the dispatch's order into [T, H], unweighted. Collective, on the current
+    stream. T is num_local_tokens, or max_tokens_per_rank with rows of zeros behind.
     Differentiable in expert_out. The memory of grad_out is not used."""
     return fused_a2a.nccl_ep_combine(buffer, expert_out, num_local_tokens, grad_out)
 
@@ -229,19 +229,19 @@ def symm_mem_alloc(
     device: torch.device | None = None,
     use_pool: bool = False,
 ) -> Tensor:
-    """Memory for `recv_tokens`, `recv_topk_weights` or `grad_out`: any, since Weft needs none."""
+    """Returns plain memory for `recv_tokens`, `recv_topk_weights`, `grad_out`, unused by Weft."""
     del use_pool
     made = fused_a2a.alloc_ep_symm_buffer(shape, dtype, ep_group)
     return made if device is None else made.to(device)
 
 
 def release_symm_mem_pool(*args: Any, **options: Any) -> None:
-    """Nothing: `symm_mem_alloc` keeps no pool."""
+    """Does nothing: there is no pool."""
     del args, options
 
 
 def is_symm_backed(tensor: Tensor) -> bool:
-    """True: whatever memory there is will do."""
+    """Returns True: any memory will do."""
     del tensor
     return True
 

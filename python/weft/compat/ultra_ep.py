@@ -43,8 +43,8 @@ class _Masters(NamedTuple):
 
 
 class Manager:
-    """Replicas of the experts of num_layers layers, which have num_local_master_experts (M) on each
-    rank and num_local_redundant_experts (R) places for others'.
+    """Replicas of experts of num_layers layers. Each rank has num_local_master_experts (M) experts
+    per layer and num_local_redundant_experts (R) places for others'.
 
     Collective. expert_fc1_numel, expert_fc2_numel: elements of an expert's two weights, in bf16;
     gradients are fp32. is_train: there are gradients. max_microbatches: placements that a layer
@@ -100,7 +100,7 @@ class Manager:
         self._slots: dict[int, int] = {}  # by layer, that of the micro-batch now
 
     def _settled(self, legacy_placement: bool) -> int:
-        """The fewest rows of a replica."""
+        """Checks sizes; returns min_rows."""
         check_least("num_layers", self.num_layers)
         check_least("num_local_master_experts", self.num_local_master_experts)
         replicas = self.num_local_redundant_experts
@@ -124,8 +124,8 @@ class Manager:
         fc1_grads: Sequence[Tensor] | None = None,
         fc2_grads: Sequence[Tensor] | None = None,
     ) -> None:
-        """Local. The weights of a layer's masters, and their gradients if is_train: M tensors each,
-        contiguous, of any shape with so many elements. They are read and written where they are."""
+        """Local. Registers a layer's masters and, if is_train, their gradients: M tensors each,
+        contiguous, of any shape with the manager's element counts, read and written in place."""
         with Call("construct_local_master_ptr_pool"):
             self._check_layer(layer)
             weights = (tuple(fc1_weights), tuple(fc2_weights))
@@ -137,8 +137,8 @@ class Manager:
             self._masters[layer] = _Masters(weights, grads)
 
     def allocate_microbatch_slot(self, layer: int) -> int:
-        """Local. Another micro-batch of a layer begins: its placement is kept beside those of the
-        max_microbatches - 1 before it. Returns its number, for `microbatch_slot`."""
+        """Local. Begins a layer's next micro-batch, whose placement is kept beside those of the
+        max_microbatches - 1 before. Returns the number for `microbatch_slot`."""
         with Call("allocate_microbatch_slot"):
             self._check_layer(layer)
             slot = (self._slots.get(layer, -1) + 1) % self.max_microbatches
@@ -147,9 +147,9 @@ class Manager:
             return slot
 
     def update_placement(self, layer: int, routing_map: Tensor) -> PlannedBalance:
-        """Collective. Plans the replicas of a layer for its micro-batch now: routing_map bool
-        [T, experts], of this rank's tokens. The host waits for the counts. All ranks plan the
-        same, which is returned."""
+        """Collective. Plans a layer's replicas for the current micro-batch. routing_map: bool
+        [T, experts] of this rank's tokens. The host waits for the counts. Returns the plan, the
+        same on all ranks."""
 
         def count() -> Tensor:
             self._check_layer(layer)
@@ -166,8 +166,8 @@ class Manager:
     def reroute(
         self, layer: int, probs: Tensor, routing_map: Tensor, microbatch_slot: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Local. probs [T, experts], of which there may be gradients, and the routing_map that was
-        planned for -> the same by physical experts, [T, ranks * (M + R)]."""
+        """Local. Turns probs [T, experts] (differentiable) and the routing_map that was planned for
+        into the same by physical experts, [T, ranks * (M + R)]."""
         with Call("reroute"):
             planned = self._planned_for(layer, microbatch_slot)
             check_tensor("routing_map", routing_map, torch.bool, ["T", self.num_experts])
@@ -183,8 +183,8 @@ class Manager:
     def reroute_sparse(
         self, layer: int, topk_ids: Tensor, microbatch_slot: int | None = None
     ) -> Tensor:
-        """Local. topk_ids [T, K], int32 or int64, of the routing that was planned for: experts
-        become physical ones in place, -1 stays. Returns it."""
+        """Local. Makes experts in topk_ids [T, K], int32 or int64, of the planned routing physical
+        ones, in place; -1 stays. Returns topk_ids."""
         with Call("reroute_sparse"):
             planned = self._planned_for(layer, microbatch_slot)
             check_tensor("topk_ids", topk_ids, INTEGERS, ["T", "K"])
@@ -198,9 +198,9 @@ class Manager:
         async_finish: bool = False,
         microbatch_slot: int | None = None,
     ) -> EventOverlap:
-        """Collective. The weights of a layer's masters into the places of its replicas; again
-        before the backward, if another layer has had them since. microbatch_slot: whose placement;
-        None: that of the micro-batch now. Returns an event with async_finish."""
+        """Collective. Copies a layer's weights to its replicas' places; call it again before the
+        backward if another layer has used the places. microbatch_slot: whose placement; None: the
+        current micro-batch's. Returns an event with async_finish."""
 
         def move(masters: _Masters, planned: PlannedBalance, call: Call) -> None:
             slots = (self.redundant_fc1_weights, self.redundant_fc2_weights)
@@ -219,9 +219,8 @@ class Manager:
         async_finish: bool = False,
         microbatch_slot: int | None = None,
     ) -> EventOverlap:
-        """Collective. Gradients in the places of a layer's replicas are added to those of its
-        masters: what is there, then by ascending rank. Those of the replicas stay. Arguments and
-        result as of `weight_sync`."""
+        """Collective. Adds gradients of a layer's replicas to its masters': the master's, then by
+        ascending rank. Replicas' gradients stay. Arguments and result: see `weight_sync`."""
 
         def move(masters: _Masters, planned: PlannedBalance, call: Call) -> None:
             check(self.is_train, "there are no gradients without is_train")
@@ -237,8 +236,8 @@ class Manager:
         )
 
     def destroy(self) -> None:
-        """Lets go of the memory; calls are refused from then on. AssertionError unless the manager
-        was made with explicitly_destroy."""
+        """Frees the memory; later calls are refused. AssertionError unless the manager was made
+        with explicitly_destroy."""
         check(self.explicitly_destroy, "destroy: `explicitly_destroy` flag must be set")
         if self._pool is not None:
             self._pool.close()
@@ -275,7 +274,7 @@ class Manager:
         return planned
 
     def _logical(self, planned: PlannedBalance) -> Tensor:
-        """int64 [physical experts]: the expert in each place, 0 in an empty one."""
+        """Returns each place's expert, int64 [physical experts]; empty: 0."""
         masters = torch.arange(self.num_experts, device="cpu").view(self.num_ranks, -1)
         replicas = planned.placement.clamp(min=0)
         return torch.cat([masters, replicas], dim=1).flatten()

@@ -31,17 +31,17 @@ is_sm90_compiled = Buffer.is_sm90_compiled
 
 
 def get_num_allocation_alignment() -> int:
-    """Bytes that memory of a buffer is a multiple of."""
+    """Returns buffers' alignment in bytes."""
     return ALIGNMENT
 
 
 def get_num_rdma_alignment() -> int:
-    """Bytes, of what `deep_ep` sends over a network. Callers plan with it; Weft needs 16."""
+    """Returns `deep_ep`'s alignment for networks in bytes, for callers; Weft needs 16."""
     return 64
 
 
 def get_num_tma_alignment() -> int:
-    """Bytes that a bulk copy of a GPU moves a multiple of. Callers plan with it; Weft needs 16."""
+    """Returns the alignment of a GPU's bulk copies in bytes, for callers; Weft needs 16."""
     return 32
 
 

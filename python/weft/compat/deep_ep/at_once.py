@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The normal calls of a `Buffer` as they mostly are: on the current stream, among the ranks of one
-host, of rows that combine can sum, or FP8 with scales. Each is one call of the core then, which has
-the rules; buffer.py makes the others in steps, and those that are refused."""
+"""Normal calls of a `Buffer` in the common case: on the current stream, among ranks of one host, of
+rows that combine can sum, or FP8 with scales. Each is then one call of the core, which has the
+rules; buffer.py makes all other calls in steps, refused ones included."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .utils.event import EventOverlap
 
 
 class CallsAtOnce:
-    """The part of `Buffer` that answers most calls. Each method returns None, and nothing has
-    begun, where there is more to a call, or something is wrong with what it was given."""
+    """The part of `Buffer` that makes the common calls. Each method returns None, with nothing
+    begun, for an uncommon call or wrong arguments."""
 
     group_size: int
     enable_shrink: bool
@@ -31,7 +31,7 @@ class CallsAtOnce:
     _num_sms: Callable[[Config | None], int]
 
     def _layout_at_once(self, topk_idx: Tensor, num_experts: int) -> tuple | None:
-        """`get_dispatch_layout`."""
+        """Makes the layout."""
         try:
             runtime = self.runtime
             if ranges.IS_ON or runtime.hosts.are_several:
@@ -53,8 +53,8 @@ class CallsAtOnce:
         config: Config | None,
         alignment: int = 1,
     ) -> tuple | None:
-        """`dispatch` of x, topk_idx and topk_weights by a layout, or `dispatch_by_topk` with the
-        number of experts in its place."""
+        """Does `dispatch` of x, topk_idx and topk_weights by a layout, or `dispatch_by_topk` where
+        layout is the number of experts."""
         told, exchange = _core.num_told(), None
         try:
             runtime = self.runtime
@@ -82,7 +82,7 @@ class CallsAtOnce:
         return moved, experts, weights, counts, handle, EventOverlap()
 
     def _rows_again_at_once(self, x: Rows, handle: Handle, config: Config | None) -> tuple | None:
-        """`dispatch` by a handle."""
+        """Dispatches by a handle."""
         told = _core.num_told()
         try:
             stream = self._stream_of(handle)
@@ -101,7 +101,7 @@ class CallsAtOnce:
     def _sums_at_once(
         self, x: Tensor, handle: Handle, weights: Tensor | None, config: Config | None
     ) -> tuple | None:
-        """`combine`."""
+        """Combines."""
         told = _core.num_told()
         try:
             stream = self._stream_of(handle)
@@ -119,7 +119,7 @@ class CallsAtOnce:
         return *made, EventOverlap()
 
     def _stream_of(self, handle: Handle) -> int | None:
-        """The stream of a call by a handle."""
+        """Returns the stream for a handle."""
         if not isinstance(handle, Handle) or self.enable_shrink:
             return None
         return self.runtime.stream.current(handle.plan.exchange.gpu)

@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
         return self.rows.permute(1, 2, 0), self.scales.as_strided(sizes, strides)
 
     def in_order(self, order: Tensor) -> Blocks:
-        """Row j of block i is row order[i, j] of it; order int64 [El, R * num_max]."""
+        """Reorders blocks by order int64 [El, R * num_max]: row j becomes order[i, j]."""
         blocks = torch.arange(order.size(0), device=order.device).unsqueeze(1)
         rows = self.rows.view(torch.uint8)[blocks, order].view(self.rows.dtype)
         scales = self.scales
@@ -55,7 +55,7 @@ class Blocks(NamedTuple):
 
 
 def _by_column(scales: Tensor) -> Tensor:
-    """[El, rows, S] with the last two dimensions column-major."""
+    """Copies [El, rows, S], last two dimensions column-major."""
     return scales.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -70,8 +70,8 @@ def dispatch_blocks(
     receives_later: bool = False,
     is_skipped: bool = False,
 ) -> tuple[Plan | SkippedPlan, Blocks]:
-    """Collective. `Exchange.dispatch_blocks`; stats int32 [El]: the counts are added to it, and are
-    contiguous with receives_later."""
+    """Collective. Calls `Exchange.dispatch_blocks` and adds the counts to stats int32 [El], which
+    is contiguous with receives_later."""
     is_summed = stats is not None and stats.is_contiguous()
     plan, outputs = exchange.dispatch_blocks(
         options,
@@ -98,7 +98,7 @@ def as_blocks(outputs: tuple[Tensor | None, ...]) -> Blocks:
 
 
 def put_back(rows: Tensor, order: Tensor, is_row: Tensor) -> Tensor:
-    """The reverse of `Blocks.in_order`; rows without `is_row` become zero."""
+    """Reverses `Blocks.in_order`; rows without `is_row` become zero."""
     blocks = torch.arange(order.size(0), device=order.device).unsqueeze(1)
     back = torch.empty_like(rows)
     back[blocks, order] = rows.masked_fill(~is_row.unsqueeze(2), 0)

@@ -59,7 +59,7 @@ from .store import StoreRanks, comers
 from .utils.event import EventHandle, EventOverlap, event_of
 
 _ALIGNMENT = 128  # bytes
-_QP_DEPTH = 1024  # what callers read if nothing else was set
+_QP_DEPTH = 1024  # default that callers read
 
 
 class Buffer(CallsAtOnce, LowLatencyMode):
@@ -72,9 +72,9 @@ class Buffer(CallsAtOnce, LowLatencyMode):
     """
 
     num_sms = 20  # GPU multiprocessors of a call whose config is None
-    sums_topk_weights = False  # whether combine adds up what all ranks have in a slot; see there
+    sums_topk_weights = False  # whether combine sums all ranks' weights of a slot; see there
     _DISPATCH, _COMBINE = configs.DISPATCH, configs.COMBINE  # by the number of ranks
-    _IS_LOCAL_RDMA = False  # whether there is only an RDMA buffer to look into
+    _IS_LOCAL_RDMA = False  # get_local_buffer_tensor always means the RDMA buffer
     _LOSES_RANKS = True  # with enable_shrink
 
     def __init__(
@@ -98,7 +98,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
 
         Sizes in bytes, queue pairs, NVLink and fabric settings, and is_intranode, which UCCL's
         `deep_ep` takes, are accepted and have no effect: memory is taken when the first call shows
-        what is needed, and links are found out. Memory goes with `destroy` if explicitly_destroy,
+        what is needed, and links are detected. Memory is freed by `destroy` if explicitly_destroy,
         else (or if that is forgotten) with this object. From allow_mnnvl on arguments go by
         keyword, as their positions differ between versions of `deep_ep`. ValueError without group
         and comm.
@@ -138,9 +138,9 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         self._hooks = LastHooks()
 
     def destroy(self) -> None:
-        """Waits for this rank's GPU and gives the memory back; the buffer is of no use then.
+        """Waits for this rank's GPU and frees the memory; the buffer is unusable then.
 
-        AssertionError without explicitly_destroy. Handles that are alive keep what they need.
+        AssertionError without explicitly_destroy. Live handles keep what they need.
         """
         runtime = self._runtime()
         check(self.explicitly_destroy, "destroy: `explicitly_destroy` flag must be set")
@@ -151,18 +151,18 @@ class Buffer(CallsAtOnce, LowLatencyMode):
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """True: calls for any GPU, and between hosts, are there."""
+        """Returns True: Weft calls any GPU, and between hosts."""
         return True
 
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
-        """Sets it for later configurations of this process. AssertionError for an odd number."""
+        """Sets num_sms of this process's later configurations. AssertionError if odd."""
         check_even(new_num_sms)
         next(base for base in cls.__mro__ if "num_sms" in vars(base)).num_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event on the current stream."""
+        """Records the current stream."""
         return EventOverlap(EventHandle())
 
     @classmethod
@@ -178,7 +178,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
     get_low_latency_rdma_size_hint = staticmethod(configs.get_low_latency_rdma_size_hint)
 
     def get_comm_stream(self) -> torch.Stream:
-        """The stream of this buffer's calls on the current GPU; without a GPU, the CPU's."""
+        """Returns the stream of this buffer's calls on the current GPU, else the CPU's."""
         stream = self._comm_stream()
         if not torch.cuda.is_available():
             return torch.cpu.current_stream()
@@ -191,11 +191,11 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """A tensor of the size that the raw buffer would have, from `offset` bytes on, or of
-        `size`. UCCL's has the RDMA buffer's size, whatever use_rdma_buffer says.
+        """Returns a tensor as large as the raw buffer from `offset` bytes on, or of `size`. UCCL's
+        has the RDMA buffer's size, whatever use_rdma_buffer says.
 
-        For callers that clear it. Weft has no raw buffer: the tensor is one element, expanded,
-        which takes no memory. It can be filled; what writes different elements, torch refuses.
+        For callers that clear the buffer. Weft has none: the tensor is one element, expanded, which
+        takes no memory. It can be filled; torch refuses to write different elements.
         """
         self._comm_stream()  # the buffer is alive
         is_rdma = use_rdma_buffer or self._IS_LOCAL_RDMA
@@ -218,7 +218,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
-        """Local. Counts of topk_idx [T, K]; values outside [0, num_experts) do not count.
+        """Local. Counts topk_idx [T, K], without values outside [0, num_experts).
 
         Returns num_tokens_per_rank int32 [R], num_tokens_per_rdma_rank int32 [hosts] (None for
         one host; `Hosts` says what that is), num_tokens_per_expert int32 [E], is_token_in_rank
@@ -255,7 +255,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple:
-        """Collective. Each token to every rank that has one of its experts, once.
+        """Collective. Sends each token once to every rank with one of its experts.
 
         x [T, H] of bf16, fp16, fp32 or one byte; (FP8 [T, H], scales float32 or int32 [T, any],
         any strides); or the three tensors of NVFP4. Row bytes are a multiple of 16. topk_idx [T, K]
@@ -334,9 +334,9 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple:
-        """Collective. What `get_dispatch_layout` and `dispatch` by it return, for `weft.fused_a2a`;
-        `deep_ep` has no such call. No layout is made: only items of the handle tell of it, and they
-        make it of the plan when somebody asks for them. The counts are int64 [El] on the CPU."""
+        """Collective. Does `get_dispatch_layout` and `dispatch` for `weft.fused_a2a`; `deep_ep` has
+        no such call. No layout is made: items of the handle that need one derive it from the plan
+        on access. The counts are int64 [El] on the CPU."""
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         if previous_event is None and not (async_finish or allocate_on_comm_stream):
             tensors = (x, topk_idx, topk_weights)
@@ -356,7 +356,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
     def _send(
         self, call: Call, payload: Payload, routing: _Routing, num_sms: int, streams: tuple
     ) -> tuple:
-        """Collective. A plan and the dispatch by it; what `dispatch` returns without a handle, or
+        """Collective. Plans and dispatches; returns what `dispatch` without a handle does, or
         `dispatch_by_topk`."""
         runtime, topk_idx, num_ranks = self._runtime(), routing.topk_idx, self.group_size
         has_topk, worst = topk_idx is not None, routing.num_worst_tokens
@@ -403,7 +403,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Collective. The rows of a dispatch back to their tokens, summed over ranks, unweighted.
+        """Collective. Sums a dispatch's rows over ranks into their tokens, unweighted.
 
         x [N, H] bf16 (fp16 and fp32 too), the rows of the dispatch that made `handle`; topk_weights
         float32 [N, K]; bias: one or two tensors [T, H] of x's dtype, on every rank or on none.
@@ -443,7 +443,7 @@ class Buffer(CallsAtOnce, LowLatencyMode):
                 work.returns(*combined)
         return *combined, event_of(work)
 
-    # Ways that `dispatch` and `combine` of `deep_ep` choose between. Here there is one for all.
+    # Variants of `dispatch` and `combine` in `deep_ep`. Weft has one for all.
     internode_dispatch = dispatch_pcie = dispatch
     internode_combine = combine_pcie = combine
 
@@ -473,15 +473,15 @@ class Buffer(CallsAtOnce, LowLatencyMode):
         return num_sms
 
     def _timeout(self) -> float:
-        """Seconds of every wait."""
+        """Returns any wait's limit."""
         return timeout_of()
 
 
 def _meet(
     ranks: Group, store: dist.Store, name: str, mask: RankMask, seconds: float
 ) -> Group | None:
-    """Returns the group of the ranks that come within `seconds`, by a store of these ranks, and
-    masks the others; None if all come. PeerError on a rank that comes later."""
+    """Returns the group of the ranks that reach the store within `seconds`, and masks the others;
+    None if all come. PeerError on a late rank."""
     came = comers(store, name, ranks.rank, ranks.num_ranks, seconds)
     if len(came) == ranks.num_ranks:
         return None
@@ -503,7 +503,7 @@ class _Routing(NamedTuple):
 
 
 def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
-    """Choices of this rank's experts. Waits for the GPU, as the plan did."""
+    """Counts choices of this rank's experts. Waits for the GPU, like the plan."""
     if handle.has_topk:
         return handle.plan.rows_per_expert_list
     here = layout.num_tokens_per_expert.tolist()
@@ -519,7 +519,7 @@ def _check_topk(
     num_tokens: int,
     num_worst_tokens: int,
 ) -> None:
-    """Top-k and weights come together, or not at all."""
+    """Checks that top-k and weights come together."""
     check_least("num_worst_tokens", num_worst_tokens, 0)
     check(
         (topk_idx is None) == (topk_weights is None),

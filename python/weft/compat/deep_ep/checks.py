@@ -18,7 +18,7 @@ MAX_TOPK = _core.MAX_TOPK  # most routes of a token
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # rows that combine can sum
 INTEGERS = (torch.int64, torch.int32)
 
-# Checks of every call are in the core, which has the words for tensors from `check_tensor`.
+# Checks of every call, in the core, with the messages of `check_tensor`.
 check_routing = _core.check_routing
 check_experts = _core.check_experts
 check_layout = _core.check_layout
@@ -46,7 +46,7 @@ def check_least(what: str, value: int, least: int = 1) -> None:
 
 @functools.cache
 def _bits(dtypes: Dtypes) -> int:
-    """A bit for each dtype, at torch's number of it, of those that the core knows."""
+    """Returns a bit per dtype that the core knows, at torch's number."""
     if dtypes is None:
         return (1 << 64) - 1
     each = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
@@ -54,10 +54,10 @@ def _bits(dtypes: Dtypes) -> int:
 
 
 def check_tensor(what: str, tensor: Any, dtypes: Dtypes, shape: Sequence[int | str]) -> None:
-    """It is a tensor of this dtype (or one of these; None: any) and shape, in which a name stands
-    for any size; `what` is the argument's name."""
+    """Raises BadCall unless `tensor` has one of the dtypes (None: any) and the shape, in which a
+    name stands for any size; `what` names the argument."""
     if _core.suits(tensor, _bits(dtypes), shape):
-        return  # what follows takes microseconds, and finds the words
+        return  # the slow rest finds the message
     dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if not isinstance(tensor, Tensor):
         problem = "is None" if tensor is None else f"is a {type(tensor).__name__}"
@@ -82,7 +82,7 @@ def check_optional(what: str, tensor: Any, *wanted: Any) -> None:
 
 
 def check_handle(handle: Any, kind: type) -> Any:
-    """The handle, if it is of this kind, whose attribute `maker` says what makes it."""
+    """Returns the handle, else BadCall names `kind.maker`, the call that makes it."""
     if not isinstance(handle, kind):
         raise BadCall(f"handle is a {type(handle).__name__} (expected {kind.maker})")
     return handle
@@ -94,7 +94,7 @@ def check_even(num_sms: int) -> None:
 
 
 def count_of(name: str, value: Any) -> int:
-    """`value` (an int, or anything with __index__: a 0-d tensor) as an int of at least 0."""
+    """Returns `value` (an int, or anything with __index__: a 0-d tensor) as an int >= 0."""
     try:
         count = operator.index(value)
     except TypeError:

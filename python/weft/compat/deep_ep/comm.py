@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counterpart of `deep_ep.comm`: ranks that meet, the communication stream, communicators."""
+"""Counterpart of `deep_ep.comm`: barriers, the communication stream, communicators."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def barrier(
     sequential: bool = True,
     context_idx: int | None = None,
 ) -> None:
-    """Collective. `EPBuffer.barrier` of a buffer. buffer may also be a group of torch.distributed,
-    whose ranks meet on the host."""
+    """Collective. Calls `EPBuffer.barrier`. buffer may also be a group of torch.distributed, whose
+    ranks wait on the host."""
     del sequential, context_idx
     if isinstance(buffer, dist.ProcessGroup):
         Group.of(buffer).all_gather(b"barrier")
@@ -52,21 +52,20 @@ def get_physical_domain_size(group_or_buffer: Any) -> tuple[int, int]:
 def get_logical_domain_size(
     group_or_buffer: Any, allow_hybrid_mode: bool | None = None
 ) -> tuple[int, int]:
-    """Returns what `utils.envs.get_logical_domain_size` returns. None: with hybrid mode, or as the
-    buffer says."""
+    """Returns what `utils.envs.get_logical_domain_size` does. allow_hybrid_mode None: True, or the
+    buffer's."""
     return envs.get_logical_domain_size(group_or_buffer, allow_hybrid_mode in (None, True))
 
 
 def get_comm_stream(buffer: Any = None) -> torch.cuda.Stream:
-    """The stream that calls of every `EPBuffer` run on, of the current GPU. RuntimeError without a
+    """Returns the stream of every `EPBuffer`'s calls on the current GPU. RuntimeError without a
     GPU."""
     del buffer
     return STREAM.of(torch.device("cuda", torch.cuda.current_device()))
 
 
 class NCCLCommHandle:
-    """nccl_comm: the address of a communicator. managed: whether whoever made the handle made the
-    communicator too."""
+    """nccl_comm: a communicator's address. managed: whether it was made for the handle."""
 
     def __init__(self, nccl_comm: int, managed: bool) -> None:
         self.nccl_comm = nccl_comm
@@ -80,8 +79,8 @@ _handles: weakref.WeakKeyDictionary[dist.ProcessGroup, NCCLCommHandle] = weakref
 
 
 def get_nccl_comm_handle(group: dist.ProcessGroup, force_new_comm: bool = False) -> NCCLCommHandle:
-    """Collective at the first call for a group. torch's own communicator, if every rank has one.
-    Weft makes none: raises Unsupported where a new one would be needed, or is asked for."""
+    """Returns torch's communicator, if every rank has one. Collective at a group's first call.
+    Weft makes none: Unsupported if a new communicator is needed or asked for."""
     if group in _handles and not force_new_comm:
         return _handles[group]
     address = 0 if force_new_comm else _torch_communicator(group)
@@ -92,7 +91,7 @@ def get_nccl_comm_handle(group: dist.ProcessGroup, force_new_comm: bool = False)
 
 
 def _torch_communicator(group: dist.ProcessGroup) -> int:
-    """0 where there is none."""
+    """Returns its address, or 0."""
     if not torch.cuda.is_available():
         return 0
     try:

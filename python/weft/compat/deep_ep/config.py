@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Config`, the configurations by number of ranks, and the sizes that callers compute from them.
 
-Of a configuration only `num_sms` has an effect in Weft: the most GPU multiprocessors a call may
-occupy. Sizes in bytes are what callers expect to compute and compare; Weft takes its own memory.
+Only a configuration's `num_sms` has an effect in Weft: the most GPU multiprocessors a call may
+occupy. Sizes in bytes are for callers to compute and compare; Weft takes its own memory.
 """
 
 from dataclasses import dataclass
@@ -72,14 +72,14 @@ class Config:
         )
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for rows of `hidden_bytes`: a positive multiple of 128 that grows with them."""
+        """Returns bytes for rows of `hidden_bytes`: a positive, growing multiple of 128."""
         ranks, hosts = min(num_ranks, _DOMAIN_RANKS), max(num_ranks // _DOMAIN_RANKS, 1)
         row = self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _ROW_META_BYTES)
         size = self.num_sms // 2 * ranks * ((2 * hosts + 3) * 4 + row)
         return max(round_up(size, _ALIGNMENT), _ALIGNMENT)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes, like `get_nvl_buffer_size_hint`, for ranks of other hosts: 0 for up to 8 ranks."""
+        """Returns bytes for ranks of other hosts (see the NVL hint): 0 for up to 8 ranks."""
         if num_ranks <= _DOMAIN_RANKS:
             return 0
         row = hidden_bytes + _ROW_META_BYTES + 16
@@ -88,7 +88,7 @@ class Config:
 
 
 def config_of(table: dict[int, Chunks], num_ranks: int, num_sms: int) -> Config:
-    """The configuration for `num_ranks`: that of the nearest smaller number listed, at least 2."""
+    """Returns the configuration of the largest listed number up to `num_ranks`, at least 2."""
     check_least("config: num_ranks", num_ranks)
     listed = max((size for size in table if size <= num_ranks), default=min(table))
     return Config(num_sms, *table[listed])
@@ -97,7 +97,7 @@ def config_of(table: dict[int, Chunks], num_ranks: int, num_sms: int) -> Config:
 def get_low_latency_rdma_size_hint(
     num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
 ) -> int:
-    """Bytes of an RDMA buffer for low-latency calls of this size; Weft needs none."""
+    """Returns RDMA buffer bytes for such low-latency calls; Weft needs none."""
     del num_ranks  # the size does not depend on it
     num_scales = hidden // GROUP
     dispatch = 16 + max(2 * hidden, hidden + 4 * num_scales)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handles: plans that read like the sequences that callers know. What all share, what
-`Buffer.dispatch` returns for combine and for dispatching the same way again, and what
-`low_latency_dispatch` returns."""
+"""Handles: plans that read like the sequences that callers know: their base, the handle of
+`Buffer.dispatch`, for combine and for another dispatch, and the handle of
+`low_latency_dispatch`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class PlanHandle(Sequence):
-    """Holds a plan. Item i is the attribute `items[i]`, which is made when it is asked for.
+    """Holds a plan. Item i is the attribute `items[i]`, made on access.
 
     Any number of handles may be alive, used in any order and as often as wanted.
     """
@@ -52,7 +52,7 @@ class PlanHandle(Sequence):
 
 
 def on_host(plan: Plan) -> dict[str, Any]:
-    """The fields of a copy of the plan; for a GPU's plan this waits for the GPU."""
+    """Returns the plan's fields on the host; waits for a GPU's plan."""
     return json.loads(plan.core.to_json())
 
 
@@ -170,7 +170,7 @@ class Handle(PlanHandle):
 
     @property
     def recv_rdma_rank_prefix_sum(self) -> Tensor:
-        """int32 [S]: rows that stay here from hosts 0 to i. What a rank hands on is not counted."""
+        """int32 [S]: rows that stay here from hosts 0 to i; forwarded rows are not counted."""
         return self._rows_of_hosts().cumsum(0).to(torch.int32)
 
     @property
@@ -201,12 +201,12 @@ class Handle(PlanHandle):
 
     @property
     def send_nvl_head(self) -> Tensor:
-        """int32 [N, 8]: -1. Weft's handle does not say what a rank hands on within its host."""
+        """int32 [N, 8]: -1. Weft's handle does not say what a rank forwards in its host."""
         shape = (self.plan.num_rows, HOST_RANKS)
         return torch.full(shape, -1, dtype=torch.int32, device=self.device)
 
     def _by_channel(self, counts: Tensor) -> Tensor:
-        """int32 [any, C] of counts [any]."""
+        """Repeats counts [any]: int32 [any, C]."""
         return counts.to(torch.int32).unsqueeze(1).repeat(1, self._num_channels)
 
     def _rows_of_ranks(self) -> Tensor:
@@ -214,7 +214,7 @@ class Handle(PlanHandle):
         return torch.tensor(self.plan.received_arrivals, dtype=torch.int32, device=self.device)
 
     def _is_token_in_host(self) -> Tensor:
-        """bool [T, S]."""
+        """Returns [T, S]."""
         columns = [self.is_token_in_rank[:, ranks].any(1) for ranks in self._hosts.ranks]
         return torch.stack(columns, dim=1)
 
@@ -225,7 +225,7 @@ class Handle(PlanHandle):
         return by_host.index_add_(0, hosts, self._rows_of_ranks())
 
     def _bits_here(self, used: int) -> Tensor:
-        """int32 [used]."""
+        """Returns int32 [used]: the bits of `recv_src_meta`."""
         here = self._hosts.ranks[self._hosts.here]
         own = 1 << here.index(self.plan.exchange.rank)
         bits = torch.full((used,), own, dtype=torch.int32, device=self.device)
@@ -237,7 +237,7 @@ class Handle(PlanHandle):
 
 
 def _places(is_member: Tensor) -> Tensor:
-    """int32 like bool [T, any]: the place of each True in its column, -1 where False."""
+    """Returns each True's place in its column, int32 like bool [T, any]; -1 if False."""
     place = is_member.cumsum(0) - 1
     return torch.where(is_member, place, -1).to(torch.int32)
 
@@ -261,7 +261,7 @@ class LowLatencyHandle(PlanHandle):
 
     def __init__(self, plan: Plan, sources: Tensor, num_max: int, topk_idx: Tensor) -> None:
         """sources int32 [El, R * num_max, 2]: rank and token, of plan.rows_per_expert rows.
-        topk_idx [T, K]: the caller's own. The core compares what combine is given with the plan."""
+        topk_idx [T, K]: the caller's own. The core checks combine's topk_idx against the plan."""
         exchange = plan.exchange
         self.plan, self.num_max, self._sources = plan, num_max, sources
         self.topk_idx = topk_idx.clone() if exchange.is_between_gpu_domains else topk_idx
@@ -269,8 +269,8 @@ class LowLatencyHandle(PlanHandle):
         self.stride = sources.size(1)  # of blocks
 
     def has_order_of(self, topk_idx: Tensor) -> bool:
-        """Returns whether these are in the memory that the dispatch was given: then no slot moves,
-        and the call refuses what has changed there."""
+        """Returns whether topk_idx is the dispatch's own memory: then no slot moves, and the call
+        refuses changed values."""
         own = self.topk_idx
         if own is topk_idx:
             return True
@@ -289,7 +289,7 @@ class LowLatencyHandle(PlanHandle):
         return self.order
 
     def rows_to_combine(self, use_logfmt: bool) -> Tensor:
-        """Returns the rows in the caller's hands for zero_copy."""
+        """Returns the rows that zero_copy combines."""
         check(not use_logfmt, "use_logfmt beside zero_copy (one of the two)")
         check(
             self.combine_rows is not None,

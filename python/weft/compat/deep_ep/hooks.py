@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Receive hooks of low-latency calls, and what becomes of those that nobody calls.
+"""Receive hooks of low-latency calls, and the rules for hooks that are not called.
 
 In `deep_ep` the results of a call lie in one of two places that the calls of a buffer take in
-turns: with the next call but one they are gone, and a receive that nobody has asked for by then
-never happens. Weft's results stay, but a caller that forgets a hook reads them before they have
-come. So the next call but one refuses, and a combine by the handle whose own rows have not come.
-Two micro-batches that take turns meet neither.
+turns: the next call but one overwrites them, and a receive not asked for by then never happens.
+Weft's results stay, but a caller that forgets a hook reads them before they have come. So the next
+call but one refuses, and so does a combine by the handle whose rows have not come. Two
+micro-batches that take turns see neither.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Receive:
     ranks. Until then the call holds no multiprocessor."""
 
     def __init__(self, plan: Plan, waits: Tensor | None, stream: CommStream) -> None:
-        """plan: by it the call was made. waits int64 [R], or None: what is waited for each rank is
-        added to it. stream: of the buffer."""
+        """plan: the call's. waits: int64 [R] to which the waits for each rank are added, or None.
+        stream: of the buffer."""
         self._plan, self._waits, self._stream = plan, waits, stream
         self._then: Callable[[], object] | None = None
         self._is_done = False
         self._event: EventHandle | None = None  # of what the next call has received
 
     def then(self, work: Callable[[], object]) -> None:
-        """Follows on the same stream."""
+        """Sets work to follow `run`."""
         self._then = work
 
     def run(self) -> None:
@@ -53,13 +53,13 @@ class Receive:
         self._is_done = True
 
     def ahead(self) -> None:
-        """Runs it before the next call, on that call's stream, unless it has run."""
+        """Receives before the next call, on its stream, unless done."""
         if not self._is_done:
             self.run()
             self._event = EventHandle()
 
     def wait(self) -> None:
-        """The current stream's later work comes after it."""
+        """Makes the current stream wait for the receive."""
         if self._event is not None:
             self._event.current_stream_wait()
             return
@@ -68,14 +68,14 @@ class Receive:
 
 
 class Hook:
-    """Called with nothing, as often as wanted: later work of the current stream comes after the
-    call that returned it."""
+    """Makes the current stream wait for the call that returned the hook; may be called any number
+    of times."""
 
     def __init__(
         self, name: str, wait: Callable[[], None], ahead: Callable[[], None] | None = None
     ) -> None:
-        """name: of the call. wait: has the current stream wait for it. ahead: what the next call
-        does first, if the hook was not called by then."""
+        """name: of the call. wait: makes the current stream wait for the call. ahead: what the next
+        call does first, if the hook was not called."""
         self.name = name
         self.was_called = False
         self.ahead = ahead
@@ -100,9 +100,9 @@ class LastHooks:
         return (last is None or last.was_called) and (before is None or before.was_called)
 
     def check(self, own: Hook | None = None) -> None:
-        """Before a call. own: of the dispatch that a combine belongs to. BadCall if one was not
-        called; that of the call before the last is then forgotten, or its buffer could not go on
-        where it is lost."""
+        """Checks hooks before a call; BadCall if one was not called. own: the hook of a combine's
+        dispatch. The hook of the call before the last is then forgotten, so that a buffer whose
+        caller lost the hook can go on."""
         if own is not None:
             check(
                 own.was_called,
@@ -119,11 +119,11 @@ class LastHooks:
             )
 
     def receive(self) -> None:
-        """At the beginning of a call, on its stream: the one before is received by then."""
+        """Receives the last call, at the begin of the next, on its stream."""
         last = self._last
         if last is not None and last.ahead is not None:
             last.ahead()
 
     def add(self, hook: Hook | None) -> None:
-        """After a call."""
+        """Adds a call's."""
         self._before, self._last = self._last, hook

@@ -51,9 +51,9 @@ ENVIRONMENT = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
 
 
 def found_ranks_per_domain(group: Group) -> int:
-    """The size of the group's domains, if they are equal blocks of adjacent ranks; else all ranks.
+    """Returns the size of the group's domains if equal blocks of adjacent ranks; else all ranks.
 
-    Domains of another shape do not hinder an exchange; there is just no one number for them.
+    Exchanges work with other domains, too, which just have no single size.
     """
     domains = group.domains
     size = len(domains[0])
@@ -62,7 +62,7 @@ def found_ranks_per_domain(group: Group) -> int:
 
 
 def ranks_per_domain(group: Group) -> int:
-    """`found_ranks_per_domain`, or the environment variable's number, with a warning if it differs.
+    """Returns `found_ranks_per_domain`, or the environment's number, with a warning if different.
 
     Raises InvalidArgument if the number of ranks is not a multiple of it.
     """
@@ -88,7 +88,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(topk_idx: Tensor, num_experts: int, hosts: Hosts) -> Layout:
-    """Counts of the choices in topk_idx [T, K]; values outside [0, num_experts) do not count.
+    """Counts the choices in topk_idx [T, K], without values outside [0, num_experts).
 
     A token counts once for a rank or a host however many of its experts are there.
     """
@@ -98,12 +98,12 @@ def layout_of(topk_idx: Tensor, num_experts: int, hosts: Hosts) -> Layout:
 
 
 def routes_of(topk_idx: Tensor, num_experts: int) -> Tensor:
-    """topk_idx with -1 in place of every value that names no expert."""
+    """Returns topk_idx with -1 for every value that is no expert."""
     return topk_idx.masked_fill((topk_idx < 0) | (topk_idx >= num_experts), -1)
 
 
 def routes_to_ranks(is_token_in_rank: Tensor, num_local_experts: int) -> Tensor:
-    """int64 [T, min(R, 32)]: for callers without top-k, a route to some expert of each rank."""
+    """Makes routes without top-k, to some expert of each rank: int64 [T, min(R, 32)]."""
     num_ranks = is_token_in_rank.size(1)
     first_expert = torch.arange(num_ranks, device=is_token_in_rank.device) * num_local_experts
     routes = torch.where(is_token_in_rank, first_expert, -1)
@@ -113,7 +113,7 @@ def routes_to_ranks(is_token_in_rank: Tensor, num_local_experts: int) -> Tensor:
 
 
 def scatter_columns(indices: Tensor, values: Tensor | None, num_columns: int) -> Tensor:
-    """[rows, num_columns]: zeros, and values [rows, K] in the columns of indices [rows, K].
+    """Puts values [rows, K] in columns `indices` [rows, K] of zeros [rows, num_columns].
 
     Without values: bool, True there. Indices outside [0, num_columns) are skipped.
     """
@@ -128,28 +128,28 @@ def scatter_columns(indices: Tensor, values: Tensor | None, num_columns: int) ->
 def spread(
     topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int
 ) -> tuple[Tensor, Tensor | None]:
-    """The map bool [T, num_experts] of topk_idx [T, K], and the weights fp32 [T, num_experts] or
-    None: what `scatter_columns` makes of them, by one launch."""
+    """Makes the map bool [T, num_experts] of topk_idx [T, K], and weights fp32 [T, num_experts] or
+    None, as `scatter_columns` would, in one launch."""
     return _core.spread_routing(topk_idx, topk_weights, num_experts, stream_of(topk_idx))
 
 
 class Routing(NamedTuple):
-    """A map [T, E] and probs fp32 [T, E] or None. indices: what the map was made of, if the plan
-    shall refuse those outside [-1, E)."""
+    """A map [T, E] and probs fp32 [T, E] or None. indices: the map's source, if the plan shall
+    refuse values outside [-1, E)."""
 
     map: Tensor
     probs: Tensor | None
     indices: Tensor | None = None
 
     def most_routes(self) -> int:
-        """The most routes that a token of this rank has. Waits for a GPU."""
+        """Returns the most routes of a token here. Waits for a GPU."""
         return int(self.map.sum(dim=1).max()) if self.map.numel() > 0 else 0
 
 
 def routing_of(
     given: tuple[Tensor | None, ...], num_experts: int | None, may_wait: bool
 ) -> Routing:
-    """given: routing_map, probs, topk_idx, topk_weights. A map counts if indices are given too.
+    """Reads routing_map, probs, topk_idx, topk_weights; a map goes before indices.
 
     may_wait: whether the call waits for a GPU, which can then refuse indices outside [-1, E);
     otherwise such indices name no route. num_experts is needed with indices and checked with a map.

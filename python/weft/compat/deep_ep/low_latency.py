@@ -32,19 +32,19 @@ from .runtime import Call, ExchangePool, NoGradients, Runtime
 from .steps import Steps
 from .utils.event import EventHandle, EventOverlap
 
-# Options of the call that all ranks make, as for `Exchange.refuse`, until the stride is known.
+# Options of a dispatch, as for `Exchange.refuse`, until the stride is known.
 _WANTS = {"layout": "expert_strided", "expert_stride": 1}
 
 
 class LowLatencyMode:
     """The part of `Buffer` whose number of rows is fixed. It needs low_latency_mode=True.
 
-    With enable_shrink calls during which a rank is lost return on all others with what those make
-    of them, and a query of the mask afterwards finds that rank. On GPUs it waits for the current
-    stream. There, a call with a hook, a replayed graph, and a call between domains are not made
-    again: they return with counts of 0 and sums of 0, or what is left of a call that was cut short,
-    and so do some after them. Then, from the same call on all ranks, calls are those of the ranks
-    that are left (steps.py), also in graphs that were captured before.
+    With enable_shrink a call during which a rank is lost returns on all other ranks, with their
+    results, and a query of the mask afterwards finds the lost rank. On GPUs the query waits for the
+    current stream. There, a call with a hook, a replayed graph, and a call between domains are not
+    repeated: they return with counts and sums of 0, or what is left of a call that was cut short,
+    and so do some calls after them. Then, from the same call on all ranks, calls are among the
+    ranks that are left (steps.py), also in graphs that were captured before.
     """
 
     rank: int
@@ -79,8 +79,8 @@ class LowLatencyMode:
         use_ue8m0_for_sf: bool = False,
         use_mxfp8: bool = False,
     ) -> tuple:
-        """Collective. A copy of each token for each of its experts, in blocks of R * num_max rows.
-        What follows num_experts by position may also be in the order of V1 or of hybrid-ep.
+        """Collective. Copies each token to each of its experts, in blocks of R * num_max rows.
+        Arguments after num_experts may also come in the positions of V1 or of hybrid-ep.
 
         x bf16 [T, H], T up to num_max_dispatch_tokens_per_rank, which is the same on all ranks, and
         H a multiple of 8, or of 128 with use_fp8 (512 with use_ue8m0), or of 64 with use_nvfp4 and
@@ -131,7 +131,7 @@ class LowLatencyMode:
             exchange = call.plans(key, num_max, topk, with_masks=True, **wants)
             lost, steps = self._pool.lost, Steps.of(exchange)
             is_async = async_finish or return_recv_hook
-            # Rows that more than one launch works on are received at once, not by the hook.
+            # Rows that need a launch after the receive are received at once, not by the hook.
             is_later = return_recv_hook and topk_weights is None and not self._mask.has_any
             is_later = is_later and (stats is None or stats.is_contiguous())
             with stream.call(device, tensors, async_finish=is_async) as work:
@@ -175,8 +175,8 @@ class LowLatencyMode:
         async_finish: bool,
         return_recv_hook: bool,
     ) -> tuple | None:
-        """`low_latency_dispatch` as it mostly is: one call of the core. None, and nothing has
-        begun, where there is more to it, or something is wrong with what it was given."""
+        """Does a common `low_latency_dispatch` by one call of the core. Returns None, with nothing
+        begun, for an uncommon call or wrong arguments."""
         told = _core.num_told()
         try:
             if not tensors[2] is tensors[4] is None:
@@ -260,7 +260,7 @@ class LowLatencyMode:
         threshold: int = 0,
         num_sms: int = 3,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Collective. The experts' rows back to their tokens, times their weights, summed.
+        """Collective. Sums the experts' rows, times their weights, into their tokens.
 
         x bf16 [El, R * num_max, H]; with zero_copy the rows are those in
         `get_next_low_latency_combine_buffer(handle)` instead. topk_idx [T, K] and topk_weights
@@ -318,7 +318,7 @@ class LowLatencyMode:
                 self._hooks.receive()
                 if handle.order is not None:
                     rows = put_back(rows, handle.order, handle.is_row)
-                # Without ranks that were masked since the dispatch, too.
+                # Also leaves out ranks masked since the dispatch.
                 sizes = (plan.exchange.num_experts, plan.exchange.num_local_experts)
                 routes, weights = self._mask.routes(topk_idx, *sizes), topk_weights
                 if not handle.has_order_of(topk_idx):
@@ -369,8 +369,8 @@ class LowLatencyMode:
         async_finish: bool,
         return_recv_hook: bool,
     ) -> tuple[Tensor, EventOverlap, Hook | None] | None:
-        """`low_latency_combine` as it mostly is: one call of the core. None as for
-        `_dispatch_at_once`. beside: options that this way does not have."""
+        """Does a common `low_latency_combine` by one call of the core. None: see
+        `_dispatch_at_once`. beside: options that make it uncommon."""
         told = _core.num_told()
         try:
             if any(beside) or not tensors[4] is handle.order is None:
@@ -413,7 +413,7 @@ class LowLatencyMode:
         return combined, *self._finish("low_latency_combine", work, return_recv_hook, receive)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
-        """bf16 [El, R * num_max, H] to write rows to for `low_latency_combine(zero_copy=True)`."""
+        """Returns memory for rows of zero_copy combines, bf16 [El, R * num_max, H]."""
         with Call("get_next_low_latency_combine_buffer"):
             self._low_latency()
             check_handle(handle, LowLatencyHandle)
@@ -425,9 +425,8 @@ class LowLatencyMode:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """A call leaves nothing behind that the next one must not see; hooks that were not called
-        are forgotten. With enable_shrink it is collective once such calls were made, and masks
-        ranks that do not come."""
+        """Forgets hooks that were not called; calls leave nothing else behind. With enable_shrink
+        it is collective once low-latency calls were made, and masks ranks that do not come."""
         with Call("clean_low_latency_buffer"):
             self._low_latency()
         self._hooks = LastHooks()
@@ -483,17 +482,17 @@ class LowLatencyMode:
             self._mask.clear()
 
     def _block_ranks(self, num_experts: int) -> int:
-        """The R of blocks for num_experts."""
+        """Returns R of blocks for num_experts."""
         del num_experts
         return self.group_size
 
     def _look(self) -> None:
-        """`_look_at` all that may have lost ranks."""
+        """Looks for losses in the whole pool."""
         self._look_at(self._pool)
 
     def _look_at(self, pool: ExchangePool) -> None:
-        """Local, of all ranks that are left, at whatever calls of theirs: hears of ranks that GPUs
-        have lost. A call that was sent is received, so that it counts as made."""
+        """Hears of ranks that GPUs have lost; local, on all ranks that are left, at any of their
+        calls. A sent call is received, so that it counts as made."""
         for exchange in pool.going_on_gpus():
             if not self._hooks.are_over:
                 with self._comm_stream().call(exchange.device):
@@ -517,7 +516,7 @@ class LowLatencyMode:
     def _finish(
         self, name: str, call: StreamCall, return_recv_hook: bool, receive: Receive | None = None
     ) -> tuple[EventOverlap, Hook | None]:
-        """The event and the hook of a call that has been made, or with `receive` of its half."""
+        """Returns the event and the hook of a call, or with `receive` of its sent half."""
         hook = event = None
         if receive is not None:
             hook = Hook(name, receive.wait, receive.ahead)
@@ -533,7 +532,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _cleared(out: Tensor | None, topk_idx: Tensor, hidden: int) -> Tensor:
-    """Zeros for the sums of a combine, in `out` if that is given."""
+    """Returns zeros for the sums of a combine, in `out` if given."""
     if out is not None:
         return out.zero_()
     shape = (topk_idx.size(0), hidden)
@@ -541,16 +540,16 @@ def _cleared(out: Tensor | None, topk_idx: Tensor, hidden: int) -> Tensor:
 
 
 def _receive_of(plan: Plan, waits: Tensor | None, stream: CommStream) -> Receive | None:
-    """Returns what the call by the plan has left to its hook, None if nothing; see `Receive`."""
+    """Returns the `Receive` that the plan's call has left to its hook, or None."""
     return Receive(plan, waits, stream) if plan.exchange.is_open(plan) else None
 
 
 def _in_order_of(
     own: Tensor, given: Tensor, weights: Tensor, num_experts: int
 ) -> tuple[Tensor, Tensor]:
-    """Choices and weights of `given` [T, K], by expert in the places that `own` [T, K] has them; -1
-    and 0 where it has none. A choice that `own` has not stands where `own` has another, so that the
-    call refuses it."""
+    """Moves choices of `given` [T, K], and weights, to the places that `own` [T, K] has for the
+    same experts; -1 and 0 elsewhere. A choice unknown to `own` replaces another, so that the call
+    refuses it."""
     is_choice = (given >= 0) & (given < num_experts)
     is_it = (own.unsqueeze(2) == given.unsqueeze(1)) & is_choice.unsqueeze(1)
     is_it &= is_it.cumsum(1) == 1  # of an expert that `own` has twice the first place
@@ -561,7 +560,7 @@ def _in_order_of(
 
 
 def _first_of(scale: Any) -> Any:
-    """Callers give one number for all experts, or the same for each."""
+    """Returns the first number: callers may repeat it per expert."""
     if not isinstance(scale, Tensor) or scale.shape == (1,):
         return scale
     return scale.reshape(-1)[:1]

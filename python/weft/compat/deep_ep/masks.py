@@ -17,9 +17,9 @@ from .layout import routes_of
 class RankMask:
     """Ranks that low-latency calls leave out.
 
-    Those that are lost make no calls, and the exchanges do without them, as do CUDA graphs. Others
-    still make theirs, and the mask keeps their tokens, counts and sums out. The host knows that, so
-    a graph keeps the mask of its capture.
+    Lost ranks make no calls, and exchanges and CUDA graphs do without them. Other masked ranks
+    still make calls, and the mask keeps their tokens, counts and sums out. The mask is the host's,
+    so a graph keeps that of its capture.
     """
 
     renumbers = False  # whether a call has other numbers for experts than its caller
@@ -33,7 +33,7 @@ class RankMask:
         self._call: tuple[frozenset[int], CallRanks] | None = None  # the last of `ranks`, by masks
 
     def come(self, ranks: tuple[int, ...]) -> None:
-        """Calls are of these alone, from the first one on; the others are lost."""
+        """Makes `ranks` those of all calls, from the first on; others are lost."""
         absent = set(range(len(self.is_masked) - 1)).difference(ranks)
         self.lose(absent)
         self.ranks, self.renumbers = ranks, True
@@ -47,28 +47,28 @@ class RankMask:
         self._count()
 
     def place_of(self, rank: int) -> int:
-        """Its number in calls, of which it is one."""
+        """Returns a calling rank's number in calls."""
         return rank if self.ranks is None else self.ranks.index(rank)
 
     def is_in_calls(self, rank: int) -> bool:
         return self.ranks is None or rank in self.ranks
 
     def numbers(self, places: Tensor) -> Tensor:
-        """int64 like places (any shape; as many as there are ranks: none), as the caller has them,
-        who has R for none."""
+        """Turns numbers in calls, of any shape (the number of ranks: none), into the caller's
+        ranks (R: none)."""
         if self.ranks is None:
             return places
         return torch.tensor([*self.ranks, len(self.is_masked) - 1], device=places.device)[places]
 
     def set(self, rank: int, is_masked: bool) -> None:
-        """Raises Unsupported for one that is lost and shall be taken in."""
+        """Masks or unmasks a rank; Unsupported if it is lost."""
         if not is_masked and rank in self._lost:
             raise Unsupported(f"rank {rank} is lost and cannot be taken in again", "unsupported")
         self.is_masked[rank] = is_masked
         self._count()
 
     def clear(self) -> None:
-        """Raises Unsupported if some are lost."""
+        """Unmasks all; Unsupported if any is lost."""
         for rank in range(len(self.is_masked) - 1):
             self.set(rank, False)
 
@@ -80,7 +80,7 @@ class RankMask:
         return self.is_masked.to(places.device)[self.numbers(places)]
 
     def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
-        """topk_idx [T, K] as the call numbers the experts, less those to masked ranks; -1: none."""
+        """Returns topk_idx [T, K] by the call's expert numbers, -1 for masked ranks' and none."""
         if self.ranks is not None:
             masked = frozenset(self.is_masked[:-1].nonzero().flatten().tolist()) - self._lost
             if self._call is None or self._call[0] != masked:
@@ -92,7 +92,7 @@ class RankMask:
         return routes.masked_fill(self.of(routes.clamp(min=0).long() // num_local_experts), -1)
 
     def waits(self, sums: Tensor | None) -> Tensor | None:
-        """The part of statistics of waits that is for the ranks of the call."""
+        """Returns the part of `sums` for the ranks of the call."""
         return sums if self.ranks is None else CallRanks(self.ranks, _NONE, _NONE).waits(sums)
 
 
@@ -100,7 +100,7 @@ _NONE: frozenset[int] = frozenset()
 
 
 class CallRanks:
-    """The ranks of a low-latency call, numbered there in ascending order; to the call it is a mask
+    """The ranks of a low-latency call, numbered there in ascending order; serves as its mask
     (`RankMask`), as an expert of any other rank is no choice."""
 
     has_any = False  # nothing comes from other ranks
@@ -122,7 +122,7 @@ class CallRanks:
         return torch.tensor(is_masked, device=places.device)[places]
 
     def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
-        """topk_idx [T, K] as the call numbers the experts; what names none of theirs stays so."""
+        """Returns topk_idx [T, K] by the call's expert numbers; unknown experts stay none."""
         del num_experts
         if not self.renumbers:
             return topk_idx
@@ -139,7 +139,7 @@ class CallRanks:
         return table[(topk_idx + 1).clamp(0, len(table) - 1)]
 
     def waits(self, sums: Tensor | None) -> Tensor | None:
-        """The part of statistics of waits that is for these ranks."""
+        """Returns the part of `sums` for these ranks."""
         if sums is None or not isinstance(sums, Tensor):
             return sums
         if self.ranks != tuple(range(len(self.ranks))):

@@ -36,8 +36,8 @@ _HYBRID_ORDER = (
 
 
 def in_any_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Returns a `dispatch` in which what follows num_experts by position may be in its own order,
-    which is that of sgl-deep-ep, in V1's or in that of the hybrid-ep branch."""
+    """Returns a `dispatch` whose arguments after num_experts may be in its own order, which is
+    sgl-deep-ep's, in V1's or in that of the hybrid-ep branch."""
     parameters = inspect.signature(dispatch).parameters.values()
     places = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
     sgl_order = tuple(places[places.index("num_experts") + 1 :])
@@ -64,9 +64,9 @@ def in_any_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 def _order_of(given: tuple[Any, ...], sgl_order: tuple[str, ...]) -> tuple[str, ...]:
-    """use_fp8 is third in V1's order, fourth in sgl-deep-ep's and fifth in hybrid-ep's. Tensors or
-    None come before it: an int32 and then an int64 one; in hybrid-ep's order two-dimensional
-    weights come before these."""
+    """Finds the order: use_fp8 is third in V1's, fourth in sgl-deep-ep's and fifth in hybrid-ep's.
+    Before it come tensors or None: int32, then int64; in hybrid-ep's two-dimensional weights come
+    first."""
     first, second, third, fourth = (*given, *(False,) * 4)[:4]
     if (
         getattr(first, "ndim", 1) == 2

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payload of calls: rows as callers give them, and what a receiver wants to know of each row. The
-calls of all buffers send and bring back by it.
+"""Payload of calls: rows as callers give them, and what a receiver wants to know of each row. All
+buffers send and bring back rows by this module.
 
-Rows that nobody computes with travel as bytes. The factors of a row travel beside it, together
-with whatever else the receiver wants to know of the row.
+Rows that combine cannot sum travel as bytes. A row's factors travel beside it, together with
+whatever else the receiver wants to know of the row.
 
 A plan keeps its routes on the device and hands none out. So a source packs a few columns (its
 top-k choices, the number of the token) with the scaling factors into the one tensor that
@@ -44,7 +44,7 @@ class Received(NamedTuple):
 
     @property
     def scales(self) -> Tensor | None:
-        """FP8's."""
+        """FP8 scales."""
         return self.x[1] if isinstance(self.x, tuple) else None
 
 
@@ -52,7 +52,7 @@ class Payload:
     """`x` taken apart. hidden: elements of a token, whatever they are packed in."""
 
     def __init__(self, x: Rows, scales: Dtypes = _SCALES, name: str = "x") -> None:
-        """scales: the dtypes that FP8's may have, None for any. name: what the caller calls `x`."""
+        """scales: dtypes allowed for FP8 scales, None for any. name: the caller's for `x`."""
         self._is_tuple = isinstance(x, tuple | list)
         self.tensors = tuple(x) if self._is_tuple else (x,)
         num_parts = len(self.tensors)
@@ -143,7 +143,7 @@ def bring_back(
     is_wide: bool = False,
     num_sms: int = 0,
 ) -> Combined:
-    """Collective. Rows summed into their tokens, with biases added before the one rounding.
+    """Collective. Sums rows into their tokens, with biases added before the one rounding.
 
     is_wide: sums of a rank are not rounded either. Both have rows travel as fp32.
     """
@@ -159,8 +159,8 @@ def bring_back(
 
 
 def slot_sums(call: Call, weights: Tensor, num_sms: int = 0) -> Tensor:
-    """Collective. fp32 [N, K] of a rank_major plan's rows, summed into the tokens like rows: as the
-    first columns of rows that are zero else, so at the cost of a combine in fp32."""
+    """Collective. Sums weights fp32 [N, K] of a rank_major plan's rows into the tokens: as the
+    first columns of rows of zeros, so at the cost of a combine in fp32."""
     plan, hidden = call.plan, call.plan.exchange.hidden
     sums = []
     for columns in weights.split(hidden, dim=1):
@@ -171,7 +171,7 @@ def slot_sums(call: Call, weights: Tensor, num_sms: int = 0) -> Tensor:
 
 
 def biases_of(bias: Rows | None, *wanted: Any) -> tuple[Tensor, ...]:
-    """None, a tensor or two, as callers of combine give them; wanted: dtypes and shape of each."""
+    """Returns the biases of a combine: none, one or two; wanted: dtypes and shape of each."""
     biases = parts_of(bias)
     check(len(biases) <= 2, f"{len(biases)} biases (expected a tensor or a tuple of two)")
     biases = tuple(one for one in biases if one is not None)
@@ -185,7 +185,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def row_major(tensor: Tensor) -> Tensor:
-    """[T, cols] with adjacent elements in a row, as a view in bytes needs.
+    """Makes a row's elements adjacent, as a view in bytes needs.
 
     To torch a single column is contiguous whatever its stride.
     """
@@ -196,23 +196,23 @@ def row_major(tensor: Tensor) -> Tensor:
 
 
 def numbers(values: Tensor) -> Tensor:
-    """int32 [T, cols] to pack: `values` (-1 = none) plus one."""
+    """Returns `values` (-1: none) plus one, int32, to pack."""
     return values.to(torch.int32) + 1
 
 
 def rows_in_use(plan: Plan) -> Tensor:
-    """bool [plan.num_rows, 1]: False in the slack of a budget, whose contents are undefined."""
+    """Returns bool [plan.num_rows, 1]: False in a budget's slack, which is undefined."""
     rows = torch.arange(plan.num_rows, device=plan.exchange.device)
     return (rows < plan.num_rows_used).unsqueeze(1)
 
 
 def received_numbers(plan: Plan, packed: Tensor) -> Tensor:
-    """int32 like `packed` ([num_rows, cols], made by `numbers`): -1 in padding and slack rows."""
+    """Unpacks `packed` ([num_rows, cols], made by `numbers`); padding and slack become -1."""
     return torch.where(rows_in_use(plan), packed - 1, -1)
 
 
 def received_topk(plan: Plan, ids: Tensor) -> Tensor:
-    """Global expert ids of every received row as this rank's experts: 0 .. El - 1, or -1.
+    """Turns received rows' global expert ids into this rank's: 0 .. El - 1, or -1.
 
     ids int [plan.num_rows, K], rows of the sources' topk_idx as they arrived (`numbers` and
     `received_numbers` on the way). Same shape and dtype out; -1 where the choice is another
@@ -224,7 +224,7 @@ def received_topk(plan: Plan, ids: Tensor) -> Tensor:
 
 
 def topk_of_map(routing_map: Tensor, topk: int) -> Tensor:
-    """int32 [T, topk]: the experts set in each row of a bool [T, E] map, ascending, then -1.
+    """Lists experts set in each row of a bool [T, E] map: int32 [T, topk], ascending, then -1.
 
     This is the order in which a plan made from the map numbers its routes.
     """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single-batch overlap: the signals by which a product of matrices tells a low-latency combine how
-far it is, in the two forms that callers have, and how many multiprocessors the combine takes."""
+"""Single-batch overlap: the signals by which a matrix product tells a low-latency combine its
+progress, in the two forms of callers, and how many multiprocessors the combine takes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MOST_SMS = 32  # of a call by signals of experts
 
 
 def by_expert(signals: Tensor, wanted: int, handle: LowLatencyHandle) -> tuple[RowMarks, int]:
-    """src_signals: each multiprocessor that computes adds one to that of an expert, and `wanted` of
-    them compute; what is behind those of the experts is not read (SGLang has one for each row of
-    NVFP4). Returns the marks and how many multiprocessors are left for the call, 0 on a CPU.
+    """Makes marks of src_signals: each of the `wanted` multiprocessors that compute adds one to an
+    expert's signal; signals behind the experts' are not read (SGLang has one per row of NVFP4).
+    Returns the marks and how many multiprocessors are left for the call, 0 on a CPU.
     """
     experts = handle.plan.exchange.num_local_experts
     check_tensor("src_signals", signals, (torch.uint32, torch.int32), ["experts"])
@@ -41,7 +41,7 @@ def by_block(
     has_hook: bool,
     handle: LowLatencyHandle,
 ) -> tuple[RowMarks, int]:
-    """comp_signal, one for each block of block_m rows. Returns what `by_expert` does."""
+    """Makes marks of comp_signal, one per block of block_m rows; see `by_expert`."""
     check(has_hook, "Overlap mode requires return_recv_hook=True")
     for name, value in {"block_m": block_m, "threshold": threshold, "num_sms": num_sms}.items():
         check(value > 0, f"{name} = {value} (expected at least 1)")
@@ -60,6 +60,6 @@ def by_block(
 
 
 def _check_unmasked(handle: LowLatencyHandle) -> None:
-    """Rows of masked ranks are put back before a combine begins, so that all must be whole."""
+    """Refuses masked ranks: their rows are put back first, so all rows must be whole."""
     if handle.order is not None:
         raise NotInWeft("low_latency_combine: overlap beside masked ranks (one of the two)")

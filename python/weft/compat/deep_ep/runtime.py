@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runtime of a buffer: the ranks, their exchanges and a communication stream; and `Call`, which
-lets all ranks hear of what one refuses."""
+tells all ranks what one refuses."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from .checks import MAX_TOPK, check
 from .layout import Hosts
 from .steps import Steps
 
-MIN_TOKENS, MIN_TOPK = 4096, 8  # that an exchange starts with room for
+MIN_TOKENS, MIN_TOPK = 4096, 8  # initial room of an exchange
 
 
 def timeout_of(seconds: float | None = None, usual: float = TIMEOUT) -> float:
-    """Seconds of every wait. seconds: what the caller has said; None, or `usual`, which the
-    interface has anyway: WEFT_CALL_TIMEOUT_S, else `usual`."""
+    """Returns the seconds of every wait: the caller's `seconds`; for None, or `usual`, the
+    interface's default: WEFT_CALL_TIMEOUT_S, else `usual`."""
     return _core.call_timeout(usual) if seconds in (None, usual) else float(seconds)
 
 
 Key = tuple[int, int, torch.device]  # of an exchange: hidden size, number of experts, device
-# A key, whether it goes on without lost ranks, and whether it is for calls of few tokens.
+# A key, whether calls go on without lost ranks, and whether they have few tokens.
 _Kind = tuple[int, int, torch.device, bool, bool]
 
 
 class ExchangePool:
     """One exchange for each hidden size, number of experts and device, of one group.
 
-    Low-latency calls have an exchange apart from normal ones, as theirs has room for few tokens
-    only, which takes fewer launches; one buffer may serve both kinds in turn. All ranks ask in
-    the same order. A plan keeps the exchange that made it, so one that is replaced by a larger
-    one serves its plans to the end. One whose calls a CUDA graph holds lives until `close`.
+    Low-latency calls have an exchange of their own, with room for few tokens only, which takes
+    fewer launches; one buffer may serve both kinds in turn. All ranks ask in the same order. A plan
+    keeps its exchange, so an exchange that is replaced by a larger one serves its plans to the end.
+    An exchange whose calls a CUDA graph holds lives until `close`.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class ExchangePool:
         on_loss: Callable[[Iterable[int]], None] | None = None,
         meet: Callable[[float], Group | None] | None = None,
     ) -> None:
-        """timeout: as for `timeout_of`. meet: collective at the first low-latency call that goes
-        on without lost ranks, if no other was before: who comes to it in so many seconds is in the
-        group that it returns; None: all. on_loss: exchanges go on without ranks that are lost, for
-        which this is called on all that are left: among CPUs at the end of the call that has lost
+        """timeout: as for `timeout_of`. meet(seconds): called, collectively, at the first
+        low-latency call that goes on without lost ranks, if no call was before; returns the group
+        of the ranks that come in time, None if all do. on_loss: called with lost ranks on all that
+        are left, and exchanges go on without them: among CPUs at the end of the call that has lost
         them, among GPUs of one host, for calls `with_masks` only, as `Steps` explains."""
         self.group = group
-        self.last: Exchange | None = None  # that a call was made on
-        # Exchange that `get` gave the last `Call` that plans, by its with_masks.
+        self.last: Exchange | None = None  # of the last call
+        # The exchange of the last `Call` that plans, by its with_masks.
         self.planned: dict[bool, Exchange] = {}
         self.lost: tuple[int, ...] = ()  # the same on all ranks that are left
         self.lost_on_gpus: tuple[int, ...] = ()  # of these
         self._on_loss = on_loss
         self._meet = meet
-        self._is_part = False  # of the ranks
+        self._is_part = False  # some ranks were absent
         self._timeout = timeout_of(timeout)
         self._exchanges: dict[_Kind, Exchange] = {}
         self._in_graphs: list[Exchange] = []  # replaced by larger ones
@@ -96,18 +96,18 @@ class ExchangePool:
         most: int | None = None,
         with_masks: bool = False,
     ) -> Exchange:
-        """Collective when it makes one: at the first call for a key, or when one is too small. Any
-        rank that refuses the call that it is for, or makes it on the exchange that was used last,
-        makes all raise then. verb, options: of that call, as for `Exchange.refuse`.
+        """Returns the exchange for a call. Collective when one must be made: at a key's first call,
+        or when one is too small. A rank that refuses the call then, or makes it on the exchange
+        used last, makes all raise. verb, options: of the call, as for `Exchange.refuse`.
 
-        most: the caller's num_max_tokens_per_rank. Collective at the first call with it, too, but
-        inside of a capture; BadCall on all ranks where they have different ones.
+        most: the caller's num_max_tokens_per_rank. Its first call is collective, too, except in a
+        capture; BadCall on all ranks if theirs differ.
 
-        with_masks: for a low-latency call. Ranks that are lost are no error of it.
+        with_masks: for a low-latency call, for which lost ranks are no error.
 
-        max_tokens and a number for max_topk are the same on all ranks. A function for max_topk
-        may return another number on each rank; it is asked at the first call only, and an
-        exchange grows by itself later.
+        max_tokens and a number for max_topk are the same on all ranks. A function for max_topk may
+        return another number on each rank; it is called at the first call only, and an exchange
+        grows by itself later.
         """
         if self._is_part and not with_masks:
             raise Unsupported(
@@ -172,17 +172,17 @@ class ExchangePool:
 
     @staticmethod
     def _is_apart(device: torch.device, goes_on: bool, with_masks: bool) -> bool:
-        """Returns whether a call is made on the low-latency exchange. Not on CPUs if it goes
-        on without lost ranks: after a loss no other can be made."""
+        """Returns whether a call uses the low-latency exchange. CPU calls that go on without lost
+        ranks do not: after a loss no other exchange can be made."""
         return with_masks and not (goes_on and device.type == "cpu")
 
     @staticmethod
     def _is_capturing(key: Key) -> bool:
-        """Then nobody can be asked: nothing but the GPU's work goes on inside a capture."""
+        """Returns whether a capture runs, in which no rank can be asked."""
         return key[2].type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _agree(self, most: int) -> None:
-        """Collective. BadCall on all ranks unless all have the same."""
+        """Collective. BadCall on all ranks unless `most` is equal."""
         if self.last is None:  # a rank that refuses the call is heard here
             self.group.agreed("exchange", lambda: None)
         for rank, (theirs,) in enumerate(self.group.gather_numbers(most)):
@@ -194,10 +194,10 @@ class ExchangePool:
         self._agreed.add(most)
 
     def likely(self, x: Any, num_experts: Any, room: Any, with_masks: bool) -> Exchange | None:
-        """The exchange on which the other ranks make a call that this one has to refuse, by what it
-        was given, of which anything may be wrong: rows x [T, H], the number of experts, tokens that
-        there has to be room for, and whether it is a low-latency call. Where there is none for
-        these sizes yet, that is the last one; without sizes, the last one of the call's kind."""
+        """Returns the exchange on which others make a call that this rank refuses, by arguments of
+        which any may be wrong: rows x [T, H], the number of experts, tokens to have room for, and
+        whether it is a low-latency call. If these sizes have none yet, returns the last exchange;
+        without sizes, the last of the call's kind."""
         row = x[0] if isinstance(x, tuple) and x else x
         hidden = row.size(1) if isinstance(row, Tensor) and row.dim() == 2 else None
         if hidden is None and num_experts is None:
@@ -210,8 +210,8 @@ class ExchangePool:
         return self.last
 
     def meet(self, device: torch.device) -> None:
-        """Collective at the first low-latency call there; PeerError if the others did not wait for
-        this rank."""
+        """Connects ranks, collectively at the device's first low-latency call; PeerError if this
+        rank is too late."""
         meet = self._meet
         if meet is None or not self.can_lose(device) or self._is_capturing((0, 0, device)):
             return
@@ -225,8 +225,8 @@ class ExchangePool:
         return self._on_loss is not None and (with_masks or device.type == "cpu")
 
     def is_in_step(self, exchange: Exchange, plan: Plan | None = None) -> bool:
-        """Returns whether a call on GPUs, by a plan if that is given, goes on without lost ranks
-        and is made as if none were lost."""
+        """Returns whether a call on GPUs, by `plan` if given, goes on without lost ranks and needs
+        no catching up."""
         steps = Steps.of(exchange)
         is_it = steps.behind == 0 and exchange in self.going_on_gpus()
         return is_it and (plan is None or steps.has(plan))
@@ -237,13 +237,13 @@ class ExchangePool:
         return [] if found and torch.cuda.is_current_stream_capturing() else found
 
     def _going_on(self) -> list[Exchange]:
-        """Without ranks that are lost; in the order of all ranks."""
+        """Lists exchanges that outlive lost ranks, alike on all."""
         return [exchange for kind, exchange in self._exchanges.items() if kind[3]]
 
     def _loss_options(self, device: torch.device, steps: Steps) -> dict[str, Any]:
         """Returns the options of an exchange on that device that goes on without lost ranks."""
         is_on_gpu = device.type == "cuda"
-        kept = weakref.WeakMethod(self._hear)  # memory goes with the pool, which no circle keeps
+        kept = weakref.WeakMethod(self._hear)  # no cycle may keep the pool alive
 
         def hear(report: CallReport) -> None:
             if is_on_gpu:
@@ -256,7 +256,7 @@ class ExchangePool:
 
     def _hear(self, report: CallReport, is_on_gpu: bool) -> None:
         self.lost = tuple(sorted({*self.lost, *report.lost}))
-        if is_on_gpu:  # each exchange there hears by itself, once its ranks have met
+        if is_on_gpu:  # there each exchange hears by itself
             self.lost_on_gpus = self.lost
         else:
             self.mask(report.lost)
@@ -268,8 +268,8 @@ class ExchangePool:
         return bool(self._going_on())
 
     def mask(self, ranks: Iterable[int]) -> bool:
-        """Local. Exchanges that go on without ranks that are lost do so without these, from their
-        next call on. False: there is none of that kind."""
+        """Local. Exchanges that go on without lost ranks leave out `ranks`, too, from their next
+        call on. Returns False if there is none."""
         given, going_on = list(ranks), self._going_on()
         for exchange in going_on:
             is_given = False
@@ -288,8 +288,8 @@ class ExchangePool:
         device: torch.device | None = None,
         **options: Any,
     ) -> None:
-        """Collective, instead of the others' call on `exchange`; None: on the first that they make.
-        See `Exchange.refuse`. device: of a low-latency call."""
+        """Refuses, collectively, the others' call on `exchange`, or with None on the first that
+        they make. See `Exchange.refuse`. device: of a low-latency call."""
         if exchange is not None:
             exchange.refuse(verb, reason, plan, **options)
             return
@@ -303,7 +303,7 @@ class ExchangePool:
             self.group.agreed("exchange", fail)
 
     def close(self) -> None:
-        """Lets go of all exchanges; the next call makes new ones."""
+        """Closes all exchanges; the next call makes new ones."""
         with self._lock:
             for exchange in self._exchanges.values():
                 exchange.close()
@@ -315,7 +315,7 @@ class ExchangePool:
             self.planned.clear()
 
     def footprint(self) -> dict[str, int]:
-        """Bytes that the exchanges hold, summed: the numbers of `Exchange.footprint`."""
+        """Returns the sums of all exchanges' `Exchange.footprint`."""
         with self._lock:
             held = [*self._exchanges.values(), *self._in_graphs]
             found = [exchange.footprint() for exchange in held]
@@ -323,11 +323,11 @@ class ExchangePool:
 
 
 class Call:
-    """A call under another library's name, which stands before what is refused within.
+    """A call under another library's name, which begins the message of a refusal within.
 
-    Until an exchange begins its own call, whatever fails here makes the other ranks raise too, and
-    not wait. They hear the reason on the exchange that the call is for, or while that is unknown on
-    the one that the buffer used last; `is_for` finds a likelier one where there are several.
+    Until an exchange begins its own call, a failure here makes the other ranks raise too, and not
+    wait. They hear the reason on the call's exchange, or while that is unknown on the exchange that
+    the buffer used last; `is_for` finds a likelier one of several.
     """
 
     __slots__ = ("_begun", "_device", "_name", "_pool", "_verb", "exchange", "options", "plan")
@@ -341,7 +341,7 @@ class Call:
         **options: Any,
     ) -> None:
         """verb, options: the exchange's call that all ranks make, as for `Exchange.refuse`. Without
-        a pool the call is local. since: `_core.num_told` when it began, if that was before."""
+        a pool the call is local. since: `_core.num_told` at the begin, if that was before."""
         self._name, self._pool = name, pool
         self._verb = None if pool is None else verb
         self._device: torch.device | None = None  # of a low-latency call
@@ -351,21 +351,20 @@ class Call:
         self.options = options
 
     def is_for(self, x: Any, num_experts: Any, room: Any = 0, with_masks: bool = False) -> None:
-        """Finds the exchange by what the call was given, before that is checked; see
-        `ExchangePool.likely`."""
+        """Finds the exchange by the call's unchecked arguments; see `ExchangePool.likely`."""
         if self._pool is not None:
             self.exchange = self._pool.likely(x, num_experts, room, with_masks)
             row = x[0] if isinstance(x, tuple) and x else x
             self._device = row.device if with_masks and isinstance(row, Tensor) else None
 
     def meet(self, device: torch.device) -> None:
-        """`ExchangePool.meet`; who comes too late has nobody to tell."""
+        """Calls `ExchangePool.meet`; a late rank tells no others."""
         verb, self._verb = self._verb, None
         self._pool.meet(device)
         self._verb, self._begun = verb, _core.num_told()
 
     def by(self, plan: Plan, then: str | None = None) -> Plan:
-        """All ranks make the call by their plans; then: the call that comes next, if another."""
+        """Says that ranks call by their plans; then: the exchange's next call, if another."""
         self.exchange, self.plan = plan.exchange, plan
         if then is not None:
             self._verb, self._begun = then, _core.num_told()
@@ -380,8 +379,8 @@ class Call:
         with_masks: bool = False,
         **options: Any,
     ) -> Exchange:
-        """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
-        verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
+        """Says that all ranks plan so on the exchange of `ExchangePool.get`, and returns it."""
+        verb, self._verb = self._verb, None  # if none can be made, all ranks refuse
         self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options, most, with_masks)
         self._pool.planned[with_masks] = self.exchange
         self._verb, self._begun, self.options = verb, _core.num_told(), options
@@ -416,7 +415,7 @@ class Call:
                 ranges.end()  # a refusal, too, may wait for other ranks
 
     def _meant(self, text: str) -> str:
-        """The arguments that the caller knows, before a text that names what they became."""
+        """Returns a prefix with the caller's names for the arguments in an error's text."""
         unequal = re.search(r"(?:^|: )([^:=]+) = .*must be equal on all ranks", text)
         names = unequal and _MEANT.get(self._name, {}).get(unequal[1].split(" in the same")[0])
         return f"{self._name}: {names}: " if names else ""
@@ -450,10 +449,10 @@ def found_at_once(
     by: Any = None,
     **options: Any,
 ) -> None:
-    """Raises the error of a call that was to be one of the core, and began when `_core.num_told`
-    was `told`, if the other ranks know of the call, or have to hear of an interrupt; else nothing
-    has begun, and the call goes on in steps. name, verb, options: as for `Call`. by: what it was
-    given as a handle, or the exchange that it was for, None if that is unknown."""
+    """Raises the error of an at-once call, begun when `_core.num_told` was `told`, if other ranks
+    know of the call, or must hear of an interrupt; else nothing has begun, and the caller goes on
+    in steps. name, verb, options: as for `Call`. by: the call's handle, or its exchange, None if
+    unknown."""
     if isinstance(error, Exception) and _core.num_told() == told:
         return
     with Call(name, pool, verb, told, **options) as call:
@@ -466,7 +465,7 @@ def found_at_once(
 
 
 class NoGradients:
-    """`torch.no_grad`, whose own way costs a few microseconds."""
+    """A `torch.no_grad` that is a few microseconds faster."""
 
     __slots__ = ("_was_on",)
 
@@ -484,7 +483,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def without_gradients(function: _Function) -> _Function:
-    """`NoGradients` around a function, at less cost where there are none."""
+    """Wraps `function` in `NoGradients`, cheaply if gradients are off."""
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -497,7 +496,7 @@ def without_gradients(function: _Function) -> _Function:
 
 
 class Runtime:
-    """Lives from the constructor of a `Buffer` to `destroy`."""
+    """State of a `Buffer`, from its constructor to `destroy`."""
 
     def __init__(
         self,
@@ -516,11 +515,11 @@ class Runtime:
         return True
 
     def get_num_rdma_ranks(self) -> int:
-        """Hosts as the interface counts them: domains, of at most 8 ranks each."""
+        """Counts hosts as the interface does: domains, of at most 8 ranks each."""
         return self.hosts.num_hosts
 
     def get_rdma_rank(self) -> int:
-        """This rank's host, from 0."""
+        """Returns this rank's host."""
         return self.hosts.here
 
     def is_internode_available(self) -> bool:
@@ -537,7 +536,7 @@ class MpiGroup(Group):
     ranks: tuple[int, ...] = ()
 
     def __init__(self, comm: Any, ranks: tuple[int, ...] | None = None) -> None:
-        """Collective. ranks: their numbers where they are not those from 0 on."""
+        """Collective. ranks: the ranks' numbers if not 0, 1, 2 and so on."""
         self._process_group = lambda: None
         self.ranks = ranks or tuple(range(comm.Get_size()))
         self.core = _core.Group.from_all_gather(comm.Get_rank(), comm.Get_size(), comm.allgather)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks on GPUs get in step again after a loss, where callers make no call again.
+"""How ranks on GPUs get in step again after a loss, where callers repeat no call.
 
-On one host calls are mostly made again where they lie in their streams (`on_peer_loss="repeat"` of
-`Exchange`), and there is nothing to do here. Where that cannot be, an exchange raises `RanksLost`
-on all ranks that are left, which may have come to different calls by then, and goes on from one
-number on all of them. Callers of masks expect calls that return instead: those during which a rank
-is lost, with nothing, and then those among the rest. So a rank that was behind the furthest leaves
-out as many of its next calls as it was behind (`CallReport.calls_behind`), and no rank calls by a
-plan of before. What is left out returns what a call returns to which no row has come.
+On one host calls are mostly repeated in place in their streams (`on_peer_loss="repeat"` of
+`Exchange`), with nothing to do here. Otherwise an exchange raises `RanksLost` on all ranks that are
+left, which may have come to different calls by then, and goes on from the same number on all.
+Callers of masks expect calls to return instead: empty if a rank is lost meanwhile, and then among
+the rest. So a rank behind the furthest leaves out as many of its next calls as it was behind
+(`CallReport.calls_behind`), and no rank calls by an earlier plan. A call that is left out returns
+what a call without rows returns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Brought = TypeVar("_Brought")
 
 
 class Steps:
-    """Counts of one exchange on this rank: losses of ranks, and calls that are to be left out."""
+    """Counts of one exchange on this rank: losses of ranks, and calls yet to be left out."""
 
     def __init__(self) -> None:
         self.era = 0  # how often ranks were lost
@@ -44,7 +44,7 @@ class Steps:
         return self
 
     def hear(self, report: CallReport) -> None:
-        """Ranks are lost, and all that are left know it."""
+        """Records a loss that all ranks left know of."""
         if report.is_repeated:
             return
         if report.calls_behind > 0:
@@ -68,12 +68,12 @@ class Steps:
         return era
 
     def dispatch(self, call: Callable[[bool], _Made]) -> _Made:
-        """Collective. call(is_skipped), which makes a plan and dispatches by it, or as
-        `Exchange.plan_and_dispatch` explains does not; the plan is the first of what it returns."""
+        """Collective. Returns call(is_skipped), which plans and dispatches, or skips both as
+        `Exchange.plan_and_dispatch` explains; its first result is the plan."""
         is_capturing = _is_capturing()
         self.are_replayed |= is_capturing
         while True:
-            if self._left and not is_capturing:  # what is captured is made later
+            if self._left and not is_capturing:  # captured calls run later
                 made = call(True)
                 made[0].era = self._leave_out(made[0].num_calls)
                 return made
@@ -90,7 +90,7 @@ class Steps:
         call: Callable[[], _Brought],
         skipped: Callable[[], _Brought],
     ) -> _Brought:
-        """Collective. call(), which combines by the plan, or skipped()."""
+        """Collective. Returns call(), a combine by the plan, or skipped()."""
         while self.has(plan):
             try:
                 return call()
@@ -102,11 +102,10 @@ class Steps:
         return skipped()
 
     def look(self, exchange: Exchange) -> None:
-        """Local, of all ranks that are left, between the same two calls or replays or at others:
-        hears of losses if there are any, for which it waits for these ranks. Calls that were sent
-        are received."""
-        # Losses of what is queued are heard, too; and a replay that is would count as a call of
-        # those that are left.
+        """Hears of losses, and then waits for the ranks that are left. Local, on all of these, at
+        any point between calls or replays; calls that were sent are received."""
+        # Losses in queued work are heard, too; and a queued replay would count as a call of the
+        # ranks that are left.
         if self.are_replayed or not exchange.is_between_gpu_domains:
             torch.cuda.current_stream(exchange.device).synchronize()
         while True:
@@ -114,8 +113,8 @@ class Steps:
                 exchange.check()
                 return
             except RanksLost:
-                # No host can leave a replay out. Graphs are of whole steps, and from here on all
-                # begin one.
+                # A replay cannot be left out. Graphs hold whole steps, and from here on all ranks
+                # begin a step.
                 if self.are_replayed:
                     self._left.clear()
 

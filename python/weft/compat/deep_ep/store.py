@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How some of the ranks meet: by a store of torch.distributed, without a process group, or within a
+"""How some of the ranks connect: by a store of torch.distributed, without a process group, or in a
 process group or a communicator of mpi4py."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.errors import InvalidArgument, TimeoutError
 from .checks import NotInWeft
 from .runtime import MpiGroup
 
-_LIFE = secrets.token_hex(8)  # of this process: numbers of processes come again
+_LIFE = secrets.token_hex(8)  # of this process: process ids come again
 _PATIENCE = 300  # seconds for all ranks to come, as callers of this interface are used to
 
 
@@ -35,19 +35,19 @@ class Absent(TimeoutError):
 
 
 class StoreRanks:
-    """One meeting of ranks in a store: what `MpiGroup` of deep_ep asks of an mpi4py communicator.
+    """One meeting of ranks in a store, with the methods of an mpi4py communicator for `MpiGroup`.
 
-    A process that is killed leaves its words in the store, and the next one in its place comes to
-    the others' meeting all the same. So nothing is counted: a roster, which all change and read,
-    has a token of each rank, made anew for each meeting, and the tokens by which it knows all of
-    them. Once all know the same, these name the meeting, and all later words are below that name.
+    A killed process leaves its keys in the store, and the next one in its place comes to the
+    others' meeting all the same. So nothing is counted: a roster, which all ranks change and read,
+    has each rank's token, new for each meeting, and a hash of all tokens that it has seen. Once all
+    hashes agree, they name the meeting, and all later keys are below that name.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: tuple[int, ...], purpose: str) -> None:
         """ranks: those that meet, ascending."""
         self._store, self._rank, self._ranks = store, rank, ranks
         self._roster = f"weft/nixl_ep/{purpose}/{','.join(map(str, ranks))}"
-        self.prefix = ""  # of the words of this meeting
+        self.prefix = ""  # of the meeting's keys
         self._round = 0
 
     def Get_rank(self) -> int:
@@ -57,12 +57,12 @@ class StoreRanks:
         return len(self._ranks)
 
     def allgather(self, block: bytes, patience: float | None = None) -> list[bytes]:
-        """Collective: the blocks of all ranks, by rank. Raises Absent after `patience` seconds."""
+        """Collective. Returns all ranks' blocks, by rank. Absent after `patience` seconds."""
         return self._swap("all_gather", block, patience)
 
     def agreed(self, what: str, make: Callable[[], None], equal: str) -> None:
-        """Collective: make(). If it raises on a rank, all others raise InvalidArgument; so do all
-        if `equal`, some settings in words, is not. A rank that raises waits for nobody."""
+        """Collective. Calls make(). If one rank's raises, all others raise InvalidArgument, and all
+        do if `equal`, settings in words, differs. A rank that raises waits for no rank."""
         try:
             make()
         except Exception as error:
@@ -107,7 +107,7 @@ class StoreRanks:
         return absent
 
     def _change(self, change: Callable[[_Roster, _Entry], None]) -> _Roster:
-        """The roster after change(roster, this rank's entry), which no other's comes between."""
+        """Applies change(roster, this rank's entry) atomically; returns the new roster."""
         while True:
             is_there = self._store.check([self._roster])
             old = self._store.get(self._roster).decode() if is_there else ""
@@ -121,7 +121,7 @@ class StoreRanks:
                 return roster
 
     def _take_refusal(self, roster: _Roster, rank: int) -> str | None:
-        """Why the rank has refused a call, the first such that this one has not heard of."""
+        """Returns the rank's first reason for a refusal not heard here, marked as heard."""
         refusals = roster.get(str(rank), {}).get("refusals", [])
         for refusal in refusals:
             if self._rank not in refusal["heard"]:
@@ -132,7 +132,7 @@ class StoreRanks:
         return None
 
     def _meet(self, what: str, deadline: float, patience: float) -> None:
-        """Raises Absent, and InvalidArgument if a rank has refused the call."""
+        """Meets; Absent, or InvalidArgument if a rank refused the call."""
         token = secrets.token_hex(8)
         refused: list[tuple[int, str]] = []
 
@@ -159,12 +159,12 @@ class StoreRanks:
             time.sleep(pause)
 
     def _known(self, roster: _Roster) -> str:
-        """All tokens in one."""
+        """Hashes all tokens."""
         tokens = [roster.get(str(rank), {}).get("token", "") for rank in self._ranks]
         return hashlib.sha256(",".join(tokens).encode()).hexdigest()[:32]
 
     def _refuse(self, reason: str) -> None:
-        """Each of the others hears it, but for those that have refused the same call."""
+        """Tells each other rank the reason, unless it has refused the same call."""
 
         def refuse(roster: _Roster, here: _Entry) -> None:
             others = [rank for rank in self._ranks if rank != self._rank]
@@ -175,7 +175,7 @@ class StoreRanks:
         self._change(refuse)
 
 
-# A rank's: its process, its token, the tokens that it knows, the calls that it has refused.
+# Of a rank: its process, token, the hash of tokens it knows, its refused calls.
 _Entry = dict[str, Any]
 _Roster = dict[str, _Entry]  # by rank, as text
 
@@ -196,7 +196,7 @@ class Meeting:
     def agreed(
         self, ranks: tuple[int, ...], what: str, check: Callable[[], None], equal: str
     ) -> None:
-        """Collective among `ranks`, ascending. As `StoreRanks.agreed`."""
+        """Does `StoreRanks.agreed` among `ranks`, ascending; collective."""
         if self._group is None and self._comm is None:
             if self.store is None:
                 raise ValueError(f"{what}: neither group nor comm nor a store is given")
@@ -220,8 +220,8 @@ class Meeting:
                 _refuse_unequal(what, rank, told.decode(), self._rank, equal)
 
     def absent(self, ranks: tuple[int, ...], patience: float) -> list[int] | None:
-        """Collective among `ranks`, ascending: those of them that do not come to the store within
-        `patience` seconds. None where it is not by a store that they meet."""
+        """Collective among `ranks`, ascending. Returns those that do not come to the store within
+        `patience` seconds; None without a store."""
         if self._group is not None or self._comm is not None or self.store is None:
             return None
         try:
@@ -231,9 +231,9 @@ class Meeting:
         return []
 
     def comers(self, ranks: tuple[int, ...], patience: float) -> tuple[int, ...]:
-        """Collective among those of `ranks`, ascending, that come to their first call within
-        `patience` seconds: these, or all where they were not agreed by a store. Raises Absent if
-        one comes with other ranks."""
+        """Returns those of `ranks`, ascending, that come to their first call within `patience`
+        seconds, collective among them; all if no store agreed them. Absent if one calls with other
+        ranks."""
         if not self._last or self.store is None:
             return ranks
         store, told = self.store, ",".join(map(str, ranks)).encode()
@@ -251,7 +251,7 @@ class Meeting:
         return came
 
     def of(self, ranks: tuple[int, ...]) -> Group:
-        """Collective among `ranks`, ascending: their group."""
+        """Returns the group of `ranks`, ascending; collective."""
         if self._group is not None:
             if len(ranks) == dist.get_world_size(self._group):
                 return Group.of(self._group)
@@ -272,9 +272,8 @@ class Meeting:
 def comers(
     store: dist.Store, name: str, rank: int, num_ranks: int, patience: float
 ) -> tuple[int, ...]:
-    """Collective among those that come to a meeting of this name within `patience` seconds: which
-    of the ranks these are, ascending and the same for all of them. For one that comes later, too;
-    it is none of them."""
+    """Returns which ranks come to the meeting `name` within `patience` seconds, ascending, the same
+    for all of them; collective. A later rank gets the same list, without itself."""
     keys = [f"{name}/{one}" for one in range(num_ranks)]
     store.set(keys[rank], b"1")
     deadline = time.monotonic() + patience

@@ -24,16 +24,16 @@ _AGREEMENT = "flashinfer.moe_ep.core.comm.fault_tolerance"
 
 
 def register(name: str = "weft") -> type:
-    """Makes `create_communication` of FlashInfer know Weft by this name, and where there are fleets
-    `create_fleet`, too. FlashInfer's layer refuses a name that is both, so each has a name of its
-    own besides, with "_communication" or "_fleet" behind it. NotAvailable without a FlashInfer that
-    has such plug-ins. Returns the class of the former."""
+    """Makes FlashInfer's `create_communication` know Weft by this name, and `create_fleet`, if it
+    exists. FlashInfer's layer refuses a name that is both, so each is also registered as `name` +
+    "_communication" or "_fleet". NotAvailable without a FlashInfer that has such plug-ins. Returns
+    the communication class."""
     module = _plug_ins()
     base, result = module.MoEEpCommunication, module.MoEEpDispatchResult
     made = type("WeftCommunication", (Communication, base), {"result_class": result})
     if hasattr(module, "register_fleet"):
         _register_fleet(module, name)
-    for each in (f"{name}_communication", name):  # the class keeps the last one
+    for each in (f"{name}_communication", name):  # the class keeps the last name
         module.register_communication(each)(made)
     return made
 

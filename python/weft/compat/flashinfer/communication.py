@@ -29,8 +29,8 @@ class Communication:
     result_class: Any
 
     def __init__(self, bootstrap: Any, params: Any, *, config: Any = None) -> None:
-        """Collective at the first call for a group: bootstrap.process_group, or the default one.
-        config has no effect."""
+        """Collective at a group's first call. The group is bootstrap.process_group, or the default
+        one. config has no effect."""
         del config
         super().__init__(bootstrap, params)
         group = getattr(bootstrap, "process_group", None) or dist.group.WORLD
@@ -39,7 +39,7 @@ class Communication:
 
     @classmethod
     def is_platform_supported(cls) -> bool:
-        """Everywhere: CPU tensors too."""
+        """Returns True, on CPUs too."""
         return True
 
     @without_gradients
@@ -54,7 +54,7 @@ class Communication:
         eplb_local_stats: Tensor | None = None,
         max_tokens_per_rank: int | None = None,
     ) -> Any:
-        """Collective. Tokens to the ranks of their experts, without a wait for a GPU.
+        """Collective. Sends tokens to their experts' ranks, without a wait for a GPU.
 
         hidden_states [T, any], with hidden_states_scale [T, any] of any type, rows of one byte an
         element. topk_ids int32 or int64 [T, K], global; no expert: params.invalid_expert_id, or a
@@ -117,6 +117,6 @@ class Communication:
         return combined if is_whole else output.copy_(combined)
 
     def destroy(self) -> None:
-        """Lets go of the memory; a later call takes it anew."""
+        """Frees the memory; a later call allocates anew."""
         self._plan = None
         self._pool.close()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the fleet that `register` makes: ranks that find each other, come and go as those of
-`nixl_ep.Buffer`. handles.py has its calls."""
+"""Base of the fleet that `register` makes, whose ranks connect and leave as those of
+`nixl_ep.Buffer`. handles.py has the calls."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,8 +32,8 @@ class Fleet:
     rows_handle_class: type  # `RowsHandle` with it
 
     def __init__(self, bootstrap: Any, params: Any, algo_knobs: Sequence[Any] = ()) -> None:
-        """Collective. The ranks meet by bootstrap.tcp_store, else by its process_group, or by the
-        store of the default one, of which they may be some. Quantization is that of e4m3 with a
+        """Collective. Ranks connect by bootstrap.tcp_store, else its process_group, else the store
+        of the default group, of which they may be some. Quantization is that of e4m3 with a
         scale for 128 elements, in layout EXPERT_MAJOR; FleetAlgoKnobFaultTolerance needs
         LOW_LATENCY."""
         knobs = by_name(algo_knobs)
@@ -72,24 +72,24 @@ class Fleet:
         self.buffer.update_memory_buffers(capacity, params.num_experts // capacity, 0)
         self.buffer.connect_ranks(list(range(bootstrap.world_size)))
         self._epoch = 0
-        self._known = self._active()  # when it was last set, cleared or changed on purpose
+        self._known = self._active()  # at the last set, clear or change on purpose
         self._is_destroyed = False
 
     def create_handle(self, params: Any, algo_knobs: Sequence[Any] = ()) -> Any:
-        """Local: of one dispatch and its combine."""
+        """Local. Makes a handle for one dispatch and its combine."""
         handle_class = self.rows_handle_class if self._has_rows else self.handle_class
         return handle_class(self, params, algo_knobs)
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of calls that send rows."""
+        """The sizes of calls that send rows."""
         params = self.params
         sizes = (params.max_tokens_per_rank, params.num_experts, params.token_hidden_size)
         return Sizes(self._bootstrap.world_size, *sizes)
 
     def update_topology(self, bootstrap: Any, algo_knobs: Sequence[Any] = ()) -> None:
-        """Collective among the ranks that stay and those that come, which make a fleet. The first
-        bootstrap.world_size ranks are in it from now on."""
+        """Makes the fleet the first bootstrap.world_size ranks. Collective among ranks that stay
+        and ranks that join, which make a fleet."""
         old, new = self._bootstrap.world_size, bootstrap.world_size
         check(
             new <= self.capacity,
@@ -108,7 +108,7 @@ class Fleet:
         self._known = self._active()
 
     def destroy(self) -> None:
-        """Gives the memory back; once more does nothing."""
+        """Frees the memory; a second call does nothing."""
         if not self._is_destroyed:
             self._is_destroyed = True
             self.buffer.destroy()
@@ -123,21 +123,21 @@ class Fleet:
         return self._epoch
 
     def query_active_mask(self, out: Tensor | None = None) -> Tensor:
-        """Local. int32 [world_size]: 1 for ranks that take part, else 0; in `out` if given. On GPUs
-        it hears of ranks that are lost, as `query_fault` does."""
+        """Local. Returns int32 [world_size], in `out` if given: 1 for ranks that take part, else 0.
+        On GPUs it also finds lost ranks, as `query_fault` does."""
         self._check_tolerance("query_active_mask")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         active = torch.tensor(self._active(), dtype=torch.int32, device=device)
         return active if out is None else out.copy_(active)
 
     def query_fault(self) -> bool:
-        """Local. Whether a call has masked ranks since the mask was set or faults were cleared."""
+        """Local. Returns whether a call masked ranks since the mask was set or faults cleared."""
         self._check_tolerance("query_fault")
         return self._active() != self._known
 
     def set_active_mask(self, mask: Sequence[int] | Tensor) -> None:
-        """Local, of all ranks that stay active. mask [world_size]: 1 for ranks that take part, this
-        one among them."""
+        """Sets the mask; local, on all ranks that stay active. mask [world_size]: 1 for ranks that
+        take part, this one among them."""
         self._check_tolerance("set_active_mask")
         active = [int(one) == 1 for one in (mask.tolist() if isinstance(mask, Tensor) else mask)]
         size, rank = self._bootstrap.world_size, self._bootstrap.rank
@@ -155,7 +155,7 @@ class Fleet:
         self._epoch += 1
 
     def clear_faults(self, *, readmit: bool = False) -> None:
-        """Local. readmit: all ranks that are not lost take part again; all of them call it."""
+        """Local. Clears faults. readmit: all ranks not lost take part again; all call it."""
         self._check_tolerance("clear_faults")
         if readmit:
             self.buffer.clean_mask_buffer()
@@ -163,7 +163,7 @@ class Fleet:
         self._known = self._active()
 
     def _active(self) -> list[int]:
-        """[world_size] 1 for ranks that take part."""
+        """Returns [world_size]: 1 for active ranks."""
         return [int(one == 0) for one in self._status()[: self._bootstrap.world_size]]
 
     def _status(self) -> list[int]:

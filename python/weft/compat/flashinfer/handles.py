@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class FleetHandle:
-    """One dispatch and its combine, in layout EXPERT_MAJOR. With HandleAlgoKnobSplitOperation what
-    they return may be read after `complete`."""
+    """One dispatch and its combine, in layout EXPERT_MAJOR. With HandleAlgoKnobSplitOperation their
+    results may be read after `complete`."""
 
     dispatch_class: Any  # FlashInfer's `DispatchOutput`
     combine_class: Any  # its `CombineOutput`
@@ -32,15 +32,15 @@ class FleetHandle:
         self._hook: Hook | None = None
 
     def update(self, params: Any) -> None:
-        """The routing of the next dispatch, of the same shape. A CUDA graph keeps the memory of its
-        capture: write into that."""
+        """Sets the next dispatch's routing, of the same shape. A CUDA graph keeps its capture's
+        memory: write into that."""
         ids, old = params.topk_ids, self._ids
         shapes = f"{list(ids.shape)} (expected {list(old.shape)})"
         check(ids.shape == old.shape, f"update: topk_ids has shape {shapes}")
         self._ids = ids
 
     def dispatch(self, params: Any) -> Any:
-        """Collective. params.x[0] bf16 [T, H] to blocks [El, capacity * max_tokens_per_rank, H]."""
+        """Collective. Sends params.x[0] bf16 [T, H] to [El, capacity * max_tokens_per_rank, H]."""
         fleet = self._fleet
         rows, counts, self._handle, _, self._hook = fleet.buffer.dispatch(
             params.x[0],
@@ -61,8 +61,8 @@ class FleetHandle:
         )
 
     def combine(self, params: Any) -> Any:
-        """Collective. params.x[0] bf16 like the blocks, to [T, H]: rows times the weights of
-        HandleAlgoKnobTopKWeights, added up; in params.out if given."""
+        """Collective. Sums params.x[0], bf16 like the blocks, times HandleAlgoKnobTopKWeights into
+        [T, H]; in params.out if given."""
         check(self._weights is not None, "combine without HandleAlgoKnobTopKWeights")
         combined, _, self._hook = self._fleet.buffer.combine(
             params.x[0],
@@ -75,7 +75,7 @@ class FleetHandle:
         return self.combine_class(x=combined)
 
     def complete(self) -> None:
-        """The current stream's later work comes after the last call."""
+        """Makes the current stream wait for the last call."""
         hook, self._hook = self._hook, None
         if hook is not None:
             hook()
@@ -86,7 +86,7 @@ class FleetHandle:
 
 class RowsHandle(FleetHandle):
     """For layout RANK_MAJOR and algorithm HIGH_THROUGHPUT, which send a token once to each rank.
-    All is done at once, with HandleAlgoKnobSplitOperation too."""
+    Calls are complete at once, with HandleAlgoKnobSplitOperation too."""
 
     def __init__(self, fleet: Fleet, params: Any, algo_knobs: Sequence[Any] = ()) -> None:
         super().__init__(fleet, params, algo_knobs)
@@ -101,10 +101,10 @@ class RowsHandle(FleetHandle):
             )
 
     def dispatch(self, params: Any) -> Any:
-        """Collective. params.x[0] [T, any] to rows [R, max_tokens_per_rank, any], each with the
-        choices of its token, as this rank's experts or -1, and their weights. Of RANK_MAJOR a block
-        has one source's tokens, and expert_counts how many; of HIGH_THROUGHPUT all of them come
-        first, and the target of HandleAlgoKnobNumReceivedTokens is set to how many."""
+        """Collective. Sends params.x[0] [T, any] to rows [R, max_tokens_per_rank, any], each with
+        its token's choices, as this rank's experts or -1, and their weights. RANK_MAJOR: a block
+        has one source's tokens, counted in expert_counts; HIGH_THROUGHPUT: all tokens come first,
+        counted in the target of HandleAlgoKnobNumReceivedTokens."""
         fleet, sizes = self._fleet, self._fleet.sizes
         got = fleet.buffer.dispatch_rows(params.x[0], self._ids, self._weights, sizes)
         self._handle = got
@@ -121,9 +121,8 @@ class RowsHandle(FleetHandle):
         )
 
     def combine(self, params: Any) -> Any:
-        """Collective. params.x[0] bf16, fp16 or fp32 like the rows, each the sum over this rank's
-        experts with the weights in it, to [T, H]: added up over the ranks; in params.out if
-        given."""
+        """Collective. Sums params.x[0] (bf16, fp16, fp32, like the rows, each already the weighted
+        sum over this rank's experts) over ranks into [T, H]; in params.out if given."""
         combined = self._fleet.buffer.combine_rows(self._handle, params.x[0], params.out)
         return self.combine_class(x=combined)
 

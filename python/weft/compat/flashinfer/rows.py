@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 
 class ReceivedRows(NamedTuple):
-    """Result of `dispatch_rows`; the rows that are combined with it lie in the same places."""
+    """Result of `dispatch_rows`; rows to combine lie in the same places as `x`'s."""
 
     x: Tensor  # [R * most, columns of what was sent]
     experts: Tensor  # int64 [R * most, K]: this rank's, from 0; -1 for any other, none and no row
@@ -42,16 +42,16 @@ class ReceivedRows(NamedTuple):
 
 
 class RowsBuffer(Buffer):
-    """A `nixl_ep.Buffer`, whose ranks meet, come and go as there, with calls of its own."""
+    """A `nixl_ep.Buffer`, with ranks that connect and leave as there, and its own calls."""
 
     @without_gradients
     def dispatch_rows(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, sizes: Sizes
     ) -> ReceivedRows:
-        """Collective, without a wait for a GPU.
+        """Collective. Sends x, without a GPU wait.
 
         x [T, any], T up to sizes.most, of any dtype, in rows of a multiple of 16 bytes. topk_idx
-        int64 or int32 [T, K], K up to 32: what is no expert of a rank of the call is no choice.
+        int64 or int32 [T, K], K up to 32: only experts of the call's ranks are choices.
         topk_weights [T, K] of any float.
         """
         ranks, runtime = self._call_ranks(), self._runtime()
@@ -74,9 +74,9 @@ class RowsBuffer(Buffer):
 
     @without_gradients
     def combine_rows(self, received: ReceivedRows | None, x: Tensor, out: Tensor | None) -> Tensor:
-        """Collective, of the ranks of the dispatch. x bf16, fp16 or fp32 [..., H], the rows of
-        `received`, which each rank has weighted and added up for its experts, to [T, H]: those of a
-        token are added up in the order of the ranks. In the memory of out if it is given."""
+        """Sums x bf16, fp16 or fp32 [..., H], rows of `received` that each rank has weighted and
+        summed over its experts, into [T, H] by ascending rank; in the memory of out if given.
+        Collective among the dispatch's ranks."""
         if received is None:
             with Call("combine", self._pool, "combine"):
                 check(False, "a combine without a dispatch")
@@ -101,18 +101,18 @@ class RowsBuffer(Buffer):
         return combined if out is None or is_whole else out.copy_(combined)
 
     def _layout(self, sizes: Sizes) -> dict[str, Any]:
-        """The options of a plan."""
+        """Returns plan options."""
         raise NotImplementedError
 
     def _num_targets(self, num_ranks: int, sizes: Sizes) -> int:
-        """Returns the number of targets that a plan calls experts, for so many ranks of a call."""
+        """Returns how many experts the plan has, for num_ranks ranks of a call."""
         raise NotImplementedError
 
     def _send(
         self, call: Call, payload: Payload, routing: tuple[Tensor, Tensor, Tensor], sizes: Sizes
     ) -> tuple[Plan, Tensor, Tensor, Tensor, Tensor]:
-        """routing: topk_ids, the same as the call numbers experts, and weights. Returns the plan
-        and what `ReceivedRows` begins with."""
+        """Sends; routing: topk_ids, the same by the call's expert numbers, weights. Returns the
+        plan and the first fields of `ReceivedRows`."""
         raise NotImplementedError
 
 
@@ -137,8 +137,8 @@ class FlatRows(RowsBuffer):
 class RankBlocks(RowsBuffer):
     """A block of `most` rows for each source, of which the first carry its tokens in order.
 
-    To the plan a rank has an expert for each source, with a block at a fixed place: so rows travel
-    to where they belong. Whom a token's choices are travels beside it.
+    The plan sees an expert per source on each rank, with a block at a fixed place, so rows travel
+    to their final place. A token's choices travel beside it.
     """
 
     def _layout(self, sizes: Sizes) -> dict[str, Any]:
@@ -180,11 +180,11 @@ class RankBlocks(RowsBuffer):
 
 
 def _cleared(out: Tensor | None, num_tokens: int, rows: Tensor) -> Tensor:
-    """Zeros for the sums of rows, in `out` if that is given."""
+    """Returns zeros for the sums of rows, in `out` if given."""
     return rows.new_zeros((num_tokens, rows.size(1))) if out is None else out.zero_()
 
 
 def _payload(x: Any, hidden: int) -> Payload:
-    """Rows of another width than those that are combined travel as bytes."""
+    """Returns x's payload, as bytes if its width is not `hidden`."""
     check_tensor("x", x, None, ["T", "any"])
     return Payload(x if x.size(1) == hidden else row_major(x).view(torch.uint8))

@@ -5,6 +5,5 @@ __all__ = ["nvl_multicast_supported"]
 
 
 def nvl_multicast_supported() -> bool:
-    """True: whoever asks wants to know whether a `Buffer` works here, and Weft's needs no
-    multicast."""
+    """Returns True: callers ask whether a `Buffer` works here, and Weft's needs no multicast."""
     return True

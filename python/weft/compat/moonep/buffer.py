@@ -42,9 +42,9 @@ class Buffer:
     """Ranks that each have at most S tokens of H elements with K of E experts, and B slots for
     copies of experts.
 
-    Collective; the same on all ranks. num_ep_ranks: of the group. num_sms: GPU multiprocessors of a
-    call, 0: by Weft's table. token_padding: what every group of rows is rounded up to. B: None for
-    E / ranks, at most 16. explicitly_destroy: `destroy()` will be called. Calls raise
+    Collective; arguments are the same on all ranks. num_ep_ranks: of the group. num_sms: GPU
+    multiprocessors of a call, 0: by Weft's table. token_padding: multiple of every group's rows. B:
+    None for E / ranks, at most 16. explicitly_destroy: `destroy()` will be called. Calls raise
     InvalidArgument (also an AssertionError).
     """
 
@@ -103,12 +103,12 @@ class Buffer:
     def dispatch(
         self, x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, BufferPlan]:
-        """Collective. x bf16 [T, H], T at most S; weights fp32 [T, K]; ids int32 or int64 [T, K],
-        -1: no expert. counts [E] is not read: ids are counted. The host waits for the counts.
+        """Collective. Sends x bf16 [T, H], T at most S; weights fp32 [T, K]; ids int32 or int64
+        [T, K], -1: no expert. counts [E] is unused: ids are counted. The host waits for the counts.
 
         Returns rows [NvS, H] by group, padding and the rest zero; the weights of their routes fp32
         [NvS]; int32 [E / ranks + B + 1], where each group begins, and the last one ends; the plan.
-        Where NvS rows do not hold what a rank has, it has more of them.
+        A rank that gets more than NvS rows returns more.
         """
         self._alive("dispatch")
         planned = self._planned(x, weights, ids)
@@ -140,9 +140,9 @@ class Buffer:
         full_up_weight: Tensor,
         full_down_weight: Tensor,
     ) -> None:
-        """Collective. Each [E / ranks + B, ...] of any dtype, contiguous: the weights of this
-        rank's experts, and behind them its slots, which get those of the experts to copy; slots
-        without one are left as they are."""
+        """Collective. Fills slots with the weights of the experts to copy. Each tensor
+        [E / ranks + B, ...], of any dtype, contiguous: this rank's experts, then its slots; empty
+        slots are left as they are."""
         self._alive("prefetch_weight")
         full = (full_gate_weight, full_up_weight, full_down_weight)
         with Call("prefetch_weight", self._copies, layout="rank_major", row_budget=0) as call:
@@ -161,8 +161,8 @@ class Buffer:
     def combine(
         self, *, plan: BufferPlan, hidden_nvsh: Tensor, route_weights_nvs: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Collective. Rows [NvS, H] as `dispatch` made them, summed into their tokens, unweighted:
-        [T, H]; route_weights_nvs fp32 [NvS] back at their routes: [T, K], or None; and None."""
+        """Collective. Sums rows [NvS, H], in `dispatch`'s order, unweighted into tokens. Returns
+        [T, H]; route_weights_nvs fp32 [NvS] at their routes, [T, K], or None; and None."""
         self._alive("combine")
         with Call("combine", self._pool, "combine") as call:
             _check_plan(plan)
@@ -176,8 +176,8 @@ class Buffer:
         return back.x, back.weights, None
 
     def destroy(self) -> None:
-        """Lets go of the memory; calls are refused from then on. AssertionError unless the buffer
-        was made with explicitly_destroy."""
+        """Frees the memory; later calls are refused. AssertionError unless the buffer was made with
+        explicitly_destroy."""
         check(self.explicitly_destroy, "destroy: `explicitly_destroy` flag must be set")
         if self._pool is not None:
             self._pool.close()
@@ -188,7 +188,7 @@ class Buffer:
         check(self._pool is not None, f"{name}: the buffer was destroyed")
 
     def _planned(self, x: Any, weights: Any, ids: Any) -> PlannedBalance:
-        """Collective. By exact counts; refuses what is wrong with a dispatch."""
+        """Collective. Checks a dispatch; plans by exact counts."""
 
         def count() -> Tensor:
             check_tensor("x", x, torch.bfloat16, ["T", self.H])

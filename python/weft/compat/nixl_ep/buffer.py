@@ -29,7 +29,7 @@ _TIMEOUT_MS = 30000  # of every wait
 
 
 class NixlHandle(LowLatencyHandle):
-    """(src_info, layout_range, num_max, H), as `LowLatencyHandle` explains them."""
+    """(src_info, layout_range, num_max, H): see `LowLatencyHandle`."""
 
     items = LowLatencyHandle.items[:4]
     runtime: Runtime  # of the ranks that made it
@@ -39,16 +39,16 @@ class Buffer(DeepEPBuffer):
     """One rank's end of the exchange. First `update_memory_buffers`, then `connect_ranks`.
 
     The ranks of a low-latency call are those that are connected and not masked: they make the same
-    calls in order, while all others make none or their own. So all of them must have the same mask
-    by then. The first call of such ranks is where they meet. In low-latency mode who does not come
-    within timeout_ms is lost, where they were connected by a store, and who comes with another mask
-    makes the others raise `weft.TimeoutError`; elsewhere so does who does not come, after 300 s.
-    What they need stays until one of them is disconnected.
+    calls in order, with the same mask, while other ranks make none or their own. Such ranks connect
+    in their first call. In low-latency mode a rank that does not come within timeout_ms is lost, if
+    ranks were connected by a store, and one that comes with another mask makes the others raise
+    `weft.TimeoutError`; elsewhere an absent rank makes them raise after 300 s. Their connection
+    stays until one of them is disconnected.
 
-    In low-latency mode calls go on without ranks that die, leave or let the deadline pass: they
-    are lost, which masks them on all others alike: with CPU tensors when the call returns, with
-    CUDA tensors as `weft.compat.deep_ep.low_latency.LowLatencyMode` explains. Who is lost comes
-    back by `connect_ranks`. In normal mode their end makes the others raise.
+    In low-latency mode calls go on without ranks that die, leave or let the deadline pass: such
+    ranks are lost, which masks them on all others alike: with CPU tensors when the call returns,
+    with CUDA tensors as `weft.compat.deep_ep.low_latency.LowLatencyMode` explains. A lost rank
+    comes back by `connect_ranks`. In normal mode its end makes the others raise.
     """
 
     _HANDLE = NixlHandle
@@ -65,9 +65,9 @@ class Buffer(DeepEPBuffer):
         tcp_store_group: dist.Store | None = None,
         timeout_ms: int = _TIMEOUT_MS,
     ) -> None:
-        """Local. rank: this one's number, also its number in the group. The ranks meet by `group`,
-        else by `comm` of mpi4py, else by a store of torch.distributed. timeout_ms: of every wait
-        for another rank. disable_ll_nvlink has no effect: links are found out."""
+        """Local. rank: this rank's number, also in the group. Ranks connect by `group`, else by
+        `comm` of mpi4py, else by a store of torch.distributed. timeout_ms: of every wait for
+        another rank. disable_ll_nvlink has no effect: links are detected."""
         del disable_ll_nvlink
         check_least("Buffer: timeout_ms", timeout_ms)
         check_least("Buffer: rank", rank, 0)
@@ -83,14 +83,14 @@ class Buffer(DeepEPBuffer):
         self.group, self.comm, self.tcp_store_group = group, comm, tcp_store_group
         self._meeting = Meeting(rank, group, None if group is not None else comm)
         self._meeting.store = tcp_store_group
-        self._remote: list[int] | None = None  # connected ones, in this order
-        self._masked: set[int] = set()  # of those
-        self._lost: set[int] = set()  # of these
+        self._remote: list[int] | None = None  # connected, in order
+        self._masked: set[int] = set()  # of _remote
+        self._lost: set[int] = set()  # of _masked
         self._runtimes: dict[tuple[int, ...], Runtime] = {}
         self._masks: dict[tuple, CallRanks] = {}
         self._stream = CommStream()
         self._hooks = LastHooks()
-        self._pinned: Runtime | None = None  # that a combine is by
+        self._pinned: Runtime | None = None  # the current call's
         self._is_destroyed = False
 
     def update_memory_buffers(
@@ -100,8 +100,8 @@ class Buffer(DeepEPBuffer):
         num_rdma_bytes: int,
         num_nvl_bytes: int = 0,
     ) -> None:
-        """Local. num_ranks: how many may ever be connected, the same on all ranks. Sizes in bytes
-        are only kept: memory is taken when the first call shows what is needed."""
+        """Local. Sets the capacity: num_ranks may ever be connected, the same on all ranks. Sizes
+        in bytes are only kept: memory is taken when the first call shows what is needed."""
         self._check_alive()
         check_least("update_memory_buffers: num_ranks", num_ranks)
         check_least("update_memory_buffers: num_experts_per_rank", num_experts_per_rank)
@@ -121,15 +121,15 @@ class Buffer(DeepEPBuffer):
         self.num_rdma_bytes, self.num_nvl_bytes = num_rdma_bytes, num_nvl_bytes
 
     def set_tcp_store_group(self, tcp_store_group: dist.Store | None) -> None:
-        """Local. Where ranks meet from now on; with None still where they did."""
+        """Local. Sets the store by which ranks connect; None keeps the old."""
         self.tcp_store_group = tcp_store_group
         self._meeting.store = tcp_store_group or self._meeting.store
 
     def connect_ranks(self, remote_ranks: Sequence[int], activate: bool = True) -> None:
-        """Collective among this rank, those that it is connected with and remote_ranks, which they
-        all then are; nothing if they were before. With or without this rank's own number, and in
-        any order. What one rank refuses, all do. Of lost ranks their places are taken, by the same
-        process or another.
+        """Connects remote_ranks with this rank and its connected ones, collective among all these;
+        does nothing if they are connected. remote_ranks are in any order, with or without this
+        rank. What one rank refuses, all do. A lost rank's place is taken by the same process or
+        another.
 
         activate=False: new ranks are masked until `update_mask_buffer` takes them in. A buffer for
         normal mode connects all ranks of its capacity, and once.
@@ -155,8 +155,8 @@ class Buffer(DeepEPBuffer):
             self._remote = list(dict.fromkeys([*(self._remote or ()), *new]))
 
     def disconnect_ranks(self, remote_ranks: Sequence[int]) -> None:
-        """Local, of all ranks that stay. remote_ranks: connected ones, in any order. Waits for this
-        rank's GPU and gives the memory of calls with them back."""
+        """Disconnects remote_ranks, connected ones in any order; local, on all ranks that stay.
+        Waits for this rank's GPU and frees the memory of calls with them."""
         with Call("disconnect_ranks"):
             self._check_alive()
             gone, remote = set(remote_ranks), self._remote or []
@@ -174,8 +174,8 @@ class Buffer(DeepEPBuffer):
             self.runtime = None
 
     def barrier(self) -> None:
-        """Collective. Waits for this rank's GPU and for the ranks of a call, on the host. Where
-        these meet by a store, those that do not come within timeout_ms are masked."""
+        """Collective. Waits for this rank's GPU and for the ranks of a call, on the host. If ranks
+        connect by a store, those absent after timeout_ms are masked."""
         among = self._call_ranks()
         ranks = tuple(rank for rank in among if rank not in self._lost)
         if torch.cuda.is_initialized():
@@ -191,7 +191,7 @@ class Buffer(DeepEPBuffer):
     def get_low_latency_buffer_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of an RDMA buffer for calls of this size; Weft needs none."""
+        """Returns RDMA buffer bytes for such calls; Weft needs none."""
         num_rows = num_ranks * num_max_dispatch_tokens_per_rank
         check(
             num_rows % _ROW_MULTIPLE == 0,
@@ -218,10 +218,10 @@ class Buffer(DeepEPBuffer):
         async_finish: bool = False,
         return_recv_hook: bool = False,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, NixlHandle, EventOverlap, Hook | None]:
-        """Collective. That of `weft.compat.deep_ep.Buffer`, whose documentation explains it.
-        num_experts: those of R ranks for blocks of R * num_max rows, which has the connected ones
-        and is no more than the capacity; None: that. An expert of a rank that has no part in the
-        call is no choice. dispatch_wait_recv_cost_stats has R numbers. The handle has four items.
+        """Collective. Dispatches as `weft.compat.deep_ep.Buffer` does; see there. num_experts: of R
+        ranks, for blocks of R * num_max rows; R covers the connected ranks, up to the capacity;
+        None: the capacity's. An expert of a rank without part in the call is no choice.
+        dispatch_wait_recv_cost_stats has R numbers. The handle has four items.
         """
         runtime = self._runtime()  # which may lose ranks
         ranks = self._call_ranks()
@@ -256,7 +256,7 @@ class Buffer(DeepEPBuffer):
         *args: Any,
         **more: Any,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
-        """Combines among the ranks of the dispatch; those that are masked since are skipped."""
+        """Combines among the dispatch's ranks; ranks masked since are skipped."""
         if not isinstance(handle, NixlHandle):  # which is refused
             return super().low_latency_combine(x, topk_idx, topk_weights, handle, *args, **more)
         masked = frozenset(set(handle.ranks) - set(self._call_ranks()))
@@ -284,8 +284,7 @@ class Buffer(DeepEPBuffer):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple:
-        """Collective. `dispatch` of `weft.compat.deep_ep.Buffer`, whose documentation explains
-        it."""
+        """Collective. Calls `dispatch` of `weft.compat.deep_ep.Buffer`; see there."""
         layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank)
         given = (num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, 0, config)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
@@ -295,8 +294,8 @@ class Buffer(DeepEPBuffer):
 
     def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Local. Leaves another rank out of low-latency calls from the next dispatch on, or takes
-        a connected one in again, if it is not lost. All ranks of a call do so; a combine comes from
-        those of its dispatch, and skips what is masked by then."""
+        a connected rank in again, unless it is lost. All ranks of a call do so; a combine is made
+        by its dispatch's ranks, and skips those masked by then."""
         with Call("update_mask_buffer"):
             self._check_alive()
             most = self.group_size - 1
@@ -316,7 +315,7 @@ class Buffer(DeepEPBuffer):
                 self._masked.add(rank_to_mask)
 
     def lost_ranks(self) -> frozenset[int]:
-        """Local. Ranks that a call was lost to, until they are connected anew."""
+        """Local. Returns ranks lost to a call and not connected since."""
         return frozenset(self._lost)
 
     def query_mask_buffer(self, mask_status: Tensor) -> None:
@@ -338,16 +337,16 @@ class Buffer(DeepEPBuffer):
             self._check_alive()
             self._masked &= self._lost
 
-    # Their names in the class that this one is made of.
+    # Names of the same calls in the base class.
     low_latency_update_mask_buffer = update_mask_buffer
     low_latency_query_mask_buffer = query_mask_buffer
     low_latency_clean_mask_buffer = clean_mask_buffer
 
     def destroy(self) -> None:
-        """Waits for this rank's GPU and gives the memory back; the buffer is of no use then.
+        """Waits for this rank's GPU and frees the memory; the buffer is unusable then.
 
-        While a handle of it is alive, other ranks' calls still wait for this rank. AssertionError
-        without explicitly_destroy.
+        While a handle of the buffer is alive, others' calls still wait for this rank.
+        AssertionError without explicitly_destroy.
         """
         self._check_alive()
         check(self.explicitly_destroy, "destroy: `explicitly_destroy` flag must be set")
@@ -363,7 +362,7 @@ class Buffer(DeepEPBuffer):
         check(not self._is_destroyed, "the buffer was destroyed (make a new one)")
 
     def _check_connection(self, ranks: tuple[int, ...], activate: bool) -> None:
-        """Checks the arguments of `connect_ranks`, after which these ranks are connected."""
+        """Checks arguments of `connect_ranks`; ranks: all that would be connected."""
         capacity, given = self.group_size, f"ranks {list(ranks)} of a capacity of {self.group_size}"
         check(
             ranks[0] >= 0 and ranks[-1] < capacity,
@@ -376,8 +375,8 @@ class Buffer(DeepEPBuffer):
             raise NotInWeft(f"connect_ranks: {given} in normal mode (expected all of them)")
 
     def _call_ranks(self) -> tuple[int, ...]:
-        """The ranks of a call: those that are connected and not masked, and lost ones that an
-        exchange of these does without on GPUs."""
+        """Returns the ranks of a call: connected and not masked, and lost ranks that an exchange on
+        GPUs already does without."""
         self._check_alive()
         check(self._remote is not None, "no ranks are connected (connect_ranks comes first)")
         ranks = {self.rank, *self._remote} - self._masked
@@ -391,18 +390,18 @@ class Buffer(DeepEPBuffer):
         return self._lost.intersection(ranks[at] for at in runtime.exchanges.lost_on_gpus)
 
     def _mask_of(self, ranks: tuple[int, ...], without: frozenset[int] = frozenset()) -> CallRanks:
-        """Kept, with its tables on GPUs."""
+        """Returns a cached `CallRanks`."""
         key = (ranks, without)
         if key not in self._masks:
             self._masks[key] = CallRanks(*key, self._masked)
         return self._masks[key]
 
     def _timeout(self) -> float:
-        """Seconds of every wait."""
+        """Returns any wait's limit."""
         return timeout_of(self.timeout_ms / 1000, _TIMEOUT_MS / 1000)
 
     def _runtime(self) -> Runtime:
-        """Collective at the first call of its ranks, which meet then."""
+        """Returns the call's runtime. Collective at its ranks' first call."""
         if self._pinned is not None:
             return self._pinned
         ranks = self._call_ranks()
@@ -418,8 +417,8 @@ class Buffer(DeepEPBuffer):
         return self.runtime
 
     def _comers(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Collective among those of `ranks` that come to their first call, which are returned. The
-        others are lost."""
+        """Returns those of `ranks` that come to their first call, collective among them; the others
+        are lost."""
         came = self._meeting.comers(ranks, self._timeout()) if self.goes_on else ranks
         is_late = self.rank not in came
         absent = set(ranks).difference({self.rank} if is_late else came)
@@ -432,8 +431,8 @@ class Buffer(DeepEPBuffer):
 
     @contextlib.contextmanager
     def _by(self, ranks: tuple[int, ...], runtime: Runtime) -> Iterator[None]:
-        """A call of theirs, whoever is lost meanwhile. A rank that the others have gone on without
-        has lost all of them."""
+        """Pins `runtime` for a call of `ranks`. If the others have gone on without this rank, all
+        of them become lost here."""
         self._pinned = runtime
         try:
             yield
@@ -450,7 +449,7 @@ class Buffer(DeepEPBuffer):
             self._pinned = None
 
     def _look(self) -> None:
-        """At the exchanges of the last call, if the next is of the same ranks."""
+        """Looks for losses in the last call's exchanges, if its ranks stay."""
         runtime = self.runtime
         if runtime is not None and self._runtimes.get(self._call_ranks()) is runtime:
             self._look_at(runtime.exchanges)
@@ -476,7 +475,7 @@ class Buffer(DeepEPBuffer):
 
 
 def _lose(ranks: tuple[int, ...], masked: set[int], lost: set[int], places: Iterable[int]) -> None:
-    """places: of those of the ranks that a call has lost."""
+    """Masks lost ranks; places: their indices in `ranks`."""
     gone = {ranks[place] for place in places}
     masked |= gone
     lost |= gone

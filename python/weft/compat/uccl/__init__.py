@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of UCCL-EP, on Weft: `Buffer` and `UCCLBuffer`, which NeMo Automodel calls.
 
-`weft.compat.install()` makes `import uccl` mean this package. What UCCL does otherwise than it
-promises is done right here: an event is one on torch's current stream, a cached dispatch honours
-`previous_event`, rebuilding a buffer does not abort.
+`weft.compat.install()` makes `import uccl` mean this package. Some promises that UCCL breaks are
+kept here: an event is one on torch's current stream, a cached dispatch honours `previous_event`,
+rebuilding a buffer does not abort.
 """
 
 import torch
@@ -43,7 +43,7 @@ COMBINE = _older(config.COMBINE, {64: (1, 288, 20, 128), 128: (1, 560, 12, 128)}
 
 
 class Buffer(DeepEPBuffer):
-    """That of `weft.compat.deep_ep` with UCCL's arguments and tables; see there for the calls."""
+    """The `Buffer` of `weft.compat.deep_ep`, which has the calls, with UCCL's arguments, tables."""
 
     num_sms = 20
     _DISPATCH, _COMBINE = DISPATCH, COMBINE
@@ -62,14 +62,14 @@ class Buffer(DeepEPBuffer):
         explicitly_destroy: bool = False,
         is_intranode: bool | None = None,
     ) -> None:
-        """Collective. is_intranode None: found out. No environment variable is needed; UCCL's
-        choice of network is honoured.
+        """Collective. is_intranode None: detected. Needs no environment variable; honours UCCL's
+        choice of network.
 
         ValueError for is_intranode=True on a group that is larger than a host has ranks, or whose
         ranks do not all share memory.
         """
         adopt_network()
-        # Not more ranks than a host has may still be ranks of several.
+        # So few ranks may still be on several hosts.
         num_domains = len(Group.of(group).domains)
         on_one_host = group.size() <= local_world_size() and num_domains == 1
         if on_one_host and self._NEEDS_NO_RDMA_ON_ONE_HOST:
@@ -97,13 +97,13 @@ class Buffer(DeepEPBuffer):
 
 
 class UCCLBuffer(Buffer):
-    """NeMo Automodel's: num_rdma_bytes becomes 0 for a group that fits on one host."""
+    """Buffer of NeMo Automodel: num_rdma_bytes is 0 for a group on one host."""
 
     _NEEDS_NO_RDMA_ON_ONE_HOST = True
 
 
 def local_world_size() -> int:
-    """Ranks of a host: LOCAL_WORLD_SIZE, else its GPUs, else 1."""
+    """Returns a host's ranks: LOCAL_WORLD_SIZE, else GPUs, else 1."""
     return environment.number("LOCAL_WORLD_SIZE", default=max(torch.cuda.device_count(), 1))
 
 

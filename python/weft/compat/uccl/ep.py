@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The names of the `uccl.ep` extension.
 
-`Buffer` is the one that programs call, not the raw one that UCCL's own wrapper is written on.
+`Buffer` is the class that programs call, not the raw one beneath UCCL's own wrapper.
 Proxies, threads that post network commands for a GPU, do not exist in Weft: there are none to
 count or register, and making one raises `weft.Unsupported`.
 """
@@ -31,7 +31,7 @@ is_sm90_compiled = Buffer.is_sm90_compiled
 
 
 class Proxy:
-    """Raises `weft.Unsupported`."""
+    """Raises Unsupported when made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -42,13 +42,13 @@ class Proxy:
 
 
 def get_num_proxy_threads() -> int:
-    """0."""
+    """Is 0."""
     return 0
 
 
 def register_proxies(device_index: int, proxies: list[Proxy]) -> None:
-    """Nothing: there is no `Proxy` to register."""
+    """Does nothing: there is no `Proxy`."""
 
 
 def unregister_proxy(device_index: int) -> None:
-    """Nothing: there is no `Proxy` to forget."""
+    """Does nothing: no `Proxy` exists."""

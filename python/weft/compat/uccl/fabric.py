@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UCCL's choice of network, as Weft's own: `WEFT_FABRIC_ADDRESS` and `WEFT_FABRIC`."""
+"""Turns UCCL's choice of network into `WEFT_FABRIC_ADDRESS` and `WEFT_FABRIC`."""
 
 import os
 import socket
@@ -13,11 +13,11 @@ _PROVIDERS = ("cxi", "efa", "verbs", "tcp", "shm")
 
 
 def adopt_network() -> None:
-    """Sets Weft's two variables, where they are not set, by UCCL's.
+    """Sets Weft's two variables, where unset, from UCCL's.
 
-    For the whole process, and to stay: an exchange that grows opens the network anew. What names
-    nothing on this host is passed on as it is: whoever opens the network refuses it on all ranks,
-    and a group that needs none is not disturbed.
+    They stay for the whole process: an exchange that grows opens the network anew. A name of
+    nothing on this host is passed on: opening the network refuses it on all ranks, and a group that
+    needs no network is not disturbed.
     """
     interface = environment.text("UCCL_SOCKET_IFNAME")
     if interface is not None:
@@ -30,10 +30,10 @@ def adopt_network() -> None:
 
 
 def interface_of(wanted: str, present: Iterable[str]) -> str | None:
-    """The first interface that `wanted` lets through, None if there is none.
+    """Returns the first interface that `wanted` allows, or None.
 
-    wanted: beginnings of names between commas, whole names after '='; after '^' those to leave
-    out, and the loopback interface with them.
+    wanted: prefixes of names between commas, whole names after '='; after '^' names to leave out,
+    and the loopback interface with them.
     """
     is_exclusion, is_exact, listed = _read(wanted)
     for name in present:
@@ -47,8 +47,8 @@ def fabric_of(transport: str | None, cards: str | None, folder: Path) -> str | N
     """Returns the value for `WEFT_FABRIC`, None to leave the choice to Weft.
 
     transport: a provider that Weft knows; any other word is no choice. cards: as for
-    `interface_of`, a port after ':' is cut off. Of several, those of the first one's driver count,
-    and each rank takes the nearest.
+    `interface_of`, a port after ':' is cut off. Of several, cards with the first card's driver
+    count, and each rank takes the nearest.
     """
     provider = transport if transport in _PROVIDERS else None
     found = _cards_of(cards, folder) if cards is not None else []
@@ -64,7 +64,7 @@ def fabric_of(transport: str | None, cards: str | None, folder: Path) -> str | N
 
 
 def _cards_of(wanted: str, folder: Path) -> list[str]:
-    """Names in order; as they are written where none of them is there."""
+    """Returns wanted cards in order; as written if none is present."""
     is_exclusion, is_exact, listed = _read(wanted)
     listed = tuple(one.split(":")[0] for one in listed)
     present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -77,7 +77,7 @@ def _cards_of(wanted: str, folder: Path) -> list[str]:
 
 
 def _read(wanted: str) -> tuple[bool, bool, tuple[str, ...]]:
-    """Returns whether the listed names are left out, whether they are whole names, and the list."""
+    """Returns whether listed names are left out, whether names are whole, and the list."""
     rest = wanted.removeprefix("^")
     listed = tuple(one for one in rest.removeprefix("=").split(",") if one)
     return rest != wanted, rest.startswith("="), listed

@@ -26,7 +26,7 @@ from ..utils.event import EventHandle
 from . import model
 from .handle import EPHandle, most_expanded
 
-_TMA_BYTES = 16  # what a column of scaling factors is aligned to
+_TMA_BYTES = 16  # alignment of a column of scaling factors
 
 
 class BufferBase:
@@ -72,7 +72,7 @@ class BufferBase:
         self._comm = CommStream()
 
     def destroy(self) -> None:
-        """Lets go of the memory; the buffer refuses calls from then on.
+        """Frees the memory; the buffer refuses later calls.
 
         AssertionError unless the buffer was made with explicitly_destroy.
         """
@@ -83,23 +83,23 @@ class BufferBase:
 
     @staticmethod
     def capture() -> EventHandle:
-        """An event on the current stream, for `previous_event`."""
+        """Records the current stream, for `previous_event`."""
         return EventHandle()
 
     def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream that calls run on, of the current GPU. RuntimeError without a GPU."""
+        """Returns the calls' stream on the current GPU. RuntimeError without a GPU."""
         return self._comm.of(torch.device("cuda", torch.cuda.current_device()))
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Ranks that need the network to reach each other, and ranks of an NVLink domain."""
+        """Returns ranks that need the network to each other, and ranks of an NVLink domain."""
         return self.num_rdma_ranks, self.num_nvlink_ranks
 
     def get_logical_domain_size(self) -> tuple[int, int]:
-        """Scale-out ranks and scale-up ranks; one and all without hybrid mode."""
+        """Returns scale-out and scale-up ranks; (1, all) without hybrid mode."""
         return self.num_scaleout_ranks, self.num_scaleup_ranks
 
     def _barrier(self, wait_comm_stream: bool, with_cpu_sync: bool) -> None:
-        """Collective. Work queued before, on any rank, is done before work queued after.
+        """Collective. Ends all work queued before, on any rank, before later work.
 
         The host waits, always: with_cpu_sync for the whole GPU, else for the stream.
         """
@@ -115,7 +115,7 @@ class BufferBase:
     def _ranks_of_model(
         self, num_experts: int, num_topk: int, num_scaleout_topk: int
     ) -> model.Ranks:
-        """Returns the ranks for `get_theoretical_num_sms`, once its arguments are checked."""
+        """Checks arguments of `get_theoretical_num_sms`; returns its ranks."""
         name = "get_theoretical_num_sms"
         check(
             num_scaleout_topk == 0, f"{name}: num_scaleout_topk = {num_scaleout_topk} (expected 0)"
@@ -129,11 +129,11 @@ class BufferBase:
         return model.Ranks(self.num_ranks, *ranks)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Queue pairs that `deep_ep` would use with num_sms."""
+        """Returns `deep_ep`'s queue pairs for num_sms."""
         return model.theoretical_num_qps(num_sms, self.allow_hybrid_mode, self.num_allocated_qps)
 
     def pool(self) -> ExchangePool:
-        """The exchanges, while the buffer has them."""
+        """Returns the exchanges of a live buffer."""
         check(self.runtime is not None, "the buffer was destroyed (make a new one)")
         return self.runtime
 
@@ -154,8 +154,8 @@ class BufferBase:
         do_cpu_sync: bool | None,
         given: dict[str, Any],
     ) -> None:
-        """A dispatch has choices, or a handle and nothing that contradicts it. given: by attribute
-        of the handle, None where nothing was said."""
+        """Checks that a dispatch has choices, or a handle that `given` does not contradict: by
+        attribute of the handle, None: not said."""
         if handle is None:
             check(topk_idx is not None, "topk_idx is None (expected it or a handle)")
             check(num_experts is not None, "num_experts is None (required)")
@@ -178,8 +178,8 @@ class BufferBase:
         is_by_column: bool,
         **settings: Any,
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle]:
-        """Collective. Rows, choices, weights and the handle of a dispatch; a new one if it is None.
-        routing, settings: as for `_first`. is_by_column: how scaling factors are to lie."""
+        """Collective. Dispatches; returns rows, choices, weights and the handle (None: new).
+        routing, settings: as for `_first`. is_by_column: scaling factors lie column-major."""
         _, topk_weights, _, stats = routing
         if handle is None:
             handle, out = self._first(call, payload, routing, **settings)
@@ -197,7 +197,7 @@ class BufferBase:
         return recv_x, recv_topk_idx, weights, handle
 
     def _places_per_token(self, topk: int, do_expand: bool) -> int:
-        """How often a token stands in the largest plan of a call, alike on all ranks."""
+        """Returns how often a call's largest plan lists a token, alike on all ranks."""
         del topk, do_expand
         return 1
 
@@ -205,7 +205,7 @@ class BufferBase:
         self, call: Call, payload: Payload, routing: tuple, **settings: Any
     ) -> tuple[EPHandle, Received]:
         """Collective. Plans and dispatches. routing: topk_idx, topk_weights, num_experts, stats.
-        settings: those that the handle keeps."""
+        settings: kept in the handle."""
         topk_idx, topk_weights, num_experts, stats = routing
         do_expand, alignment = settings["do_expand"], settings["expert_alignment"]
         most, num_tokens = settings["num_max_tokens_per_rank"], payload.num_tokens
@@ -250,7 +250,7 @@ class BufferBase:
 
 
 def _column_major(sf: Tensor) -> Tensor:
-    """A copy [N, S] with strides (1, N rounded up to 16 bytes)."""
+    """Copies sf [N, S] to strides (1, N rounded up to 16 bytes)."""
     num_rows, num_columns = sf.shape
     step = round_up(num_rows, max(_TMA_BYTES // sf.element_size(), 1))
     made = sf.new_empty((num_columns, step)).t()[:num_rows]

@@ -100,7 +100,7 @@ class ElasticBuffer(BufferBase):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes, a multiple of 2 MiB, that grow with every size. num_topk 0 counts as 32."""
+        """Returns bytes, a multiple of 2 MiB, growing with every size. num_topk 0: 32."""
         del allow_hybrid_mode  # as much either way
         sizes = (group.size(), num_max_tokens_per_rank, hidden, num_topk)
         return model.buffer_bytes(*sizes, use_fp8_dispatch, allow_multiple_reduction)
@@ -108,7 +108,7 @@ class ElasticBuffer(BufferBase):
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
-        """Collective. Work queued before, on any rank, is done before work queued after.
+        """Collective. Ends all work queued before, on any rank, before later work.
 
         The host waits, always: with_cpu_sync for the whole GPU, else for the stream.
         """
@@ -125,9 +125,9 @@ class ElasticBuffer(BufferBase):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """SMs for dispatch and combine by a model of the traffic; experts chosen at random.
+        """Returns SMs for dispatch and combine by a model of traffic to random experts.
 
-        Rates in GB/s, 0: found out. Calls take Weft's measured number unless given this one.
+        Rates in GB/s, 0: detected. Calls take Weft's measured number unless given this one.
         AssertionError if num_scaleout_topk is not 0, or experts cannot be shared out equally.
         """
         ranks = self._ranks_of_model(num_experts, num_topk, num_scaleout_topk)
@@ -164,7 +164,7 @@ class ElasticBuffer(BufferBase):
         do_zero_padding: bool = False,
         use_tma_aligned_col_major_sf: bool = False,
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPHandle, EventOverlap]:
-        """Collective. Tokens to their experts.
+        """Collective. Sends tokens to experts.
 
         x [T, H] bf16, fp16 or fp32, or (FP8 [T, H], scaling factors [T, S] of any strides).
         topk_idx int64 or int32 [T, K], -1 = no expert; topk_weights fp32 [T, K] or None;
@@ -241,7 +241,7 @@ class ElasticBuffer(BufferBase):
         async_with_compute_stream: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Collective. Rows as `dispatch` returned them, summed into their tokens, unweighted.
+        """Collective. Sums rows, in `dispatch`'s order, unweighted into their tokens.
 
         x [rows, H] bf16, fp16 or fp32; topk_weights fp32 like those of `dispatch`; bias: one or two
         [T, H], added in fp32 before the last rounding. A rank's rows of a token are summed and
@@ -273,9 +273,9 @@ class ElasticBuffer(BufferBase):
 
 
 def _rank_sums(x: Tensor, sources: Tensor, most: int) -> Tensor:
-    """fp32 like x [rows, H]: the first row of each token has the sum of the token's rows in their
-    order, rounded to x's dtype; its other rows are zero. sources [rows]: the token of each row;
-    most: rows that a token may have."""
+    """Returns fp32 like x [rows, H]: a token's first row has the sum of its rows in order, rounded
+    to x's dtype; the others are zero. sources [rows]: the token of each row; most: the most rows of
+    a token."""
     order = sources.argsort(stable=True)
     token, rows = sources[order], x[order].float()
     sums = rows.clone()
@@ -289,7 +289,7 @@ def _rank_sums(x: Tensor, sources: Tensor, most: int) -> Tensor:
 
 
 def _wait_for(event: Any, device: torch.device) -> None:
-    """Everything waits for it: moving rows has no later half that could wait by itself."""
+    """Waits for `event` with the whole call: there is no epilogue that could wait alone."""
     if event is not None and device.type == "cuda":
         event.current_stream_wait()
 
@@ -303,7 +303,7 @@ def _refusing(name: str, what: str) -> staticmethod:
     return staticmethod(refuse)
 
 
-# Members that `deep_ep` marks experimental and that Weft has not, by what they are for.
+# Members that `deep_ep` marks experimental and Weft lacks, by purpose.
 for _what, _names in {
     "fetching entries of a remote table": (
         "engram_write engram_fetch get_engram_storage_size_hint"

@@ -14,8 +14,8 @@ from ..payload import round_up
 
 
 def most_expanded(num_tokens: int, topk: int, num_local: int, alignment: int) -> int:
-    """Rows that a rank has with do_expand, at most. num_tokens: of all ranks; num_local: experts of
-    a rank."""
+    """Returns the most rows of a rank with do_expand. num_tokens: of all ranks; num_local: experts
+    of a rank."""
     rows = num_tokens * min(topk, num_local) + (alignment - 1) * num_local
     return round_up(rows, alignment)
 
@@ -25,8 +25,8 @@ class EPHandle:
     """A plan with the fields that callers read. N: tokens that reach this rank, once each.
 
     do_expand: one row for each (token, local expert), grouped by expert; else one for each token.
-    num_experts, expert_alignment, num_max_tokens_per_rank: as in the call that made it.
-    num_sms: as asked for there; 0 leaves the choice to Weft, here and in later calls.
+    num_experts, expert_alignment, num_max_tokens_per_rank: as in the dispatch.
+    num_sms: the dispatch's; 0 leaves the choice to Weft, here and in later calls.
     topk_idx [T, K]: the choices.
     num_recv_tokens_per_expert_list: rows of each local expert, rounded up to expert_alignment;
     empty without a CPU sync.
@@ -126,8 +126,8 @@ class EPHandle:
         return torch.cat([tokens.unsqueeze(1), first.unsqueeze(1), slots], dim=1)
 
     def _choice_of(self, row: Tensor) -> Tensor:
-        """int64: which of its token's K choices each row is. An expert chosen twice has two rows
-        in a row, for the first choice and the second."""
+        """Returns which of its token's K choices each row is, int64. An expert chosen twice has two
+        adjacent rows, for the first choice and the second."""
         place = torch.arange(row.numel(), device=row.device)
         expert = torch.bucketize(row, self.plan.expert_begin, right=True) - 1
         tokens = self.sources[row]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers that `ElasticBuffer` computes rather than measures: SMs, queue pairs, bytes.
 
-Weft itself uses none of them: it chooses SMs by a measured table, has no queue pairs here and
-sizes its memory by itself. Callers plan with them.
+Callers plan with these numbers. Weft uses none: it chooses SMs by a measured table, has no queue
+pairs here and sizes its memory by itself.
 """
 
 import math
@@ -44,7 +44,7 @@ class Rates(NamedTuple):
 
 
 def expected_groups(num_experts: int, num_topk: int, num_groups: int) -> float:
-    """Groups of experts that a token with `num_topk` random experts meets, on average."""
+    """Returns how many groups hold a token's `num_topk` random experts, on average."""
     each = num_experts // num_groups
     missed = math.comb(num_experts - each, num_topk) / math.comb(num_experts, num_topk)
     return num_groups * (1 - missed)
@@ -61,7 +61,7 @@ class Traffic(NamedTuple):
 
 
 def traffic_of(num_experts: int, num_topk: int, ranks: Ranks, rates: Rates) -> Traffic:
-    """Experts chosen at random."""
+    """Models random experts."""
     met = expected_groups(num_experts, num_topk, ranks.num_ranks)
     if ranks.num_scaleout > 1:
         out = expected_groups(num_experts, num_topk, ranks.num_scaleout)
@@ -90,8 +90,8 @@ def theoretical_num_sms(
     device_sms: int,
     prefer_overlap_with_compute: bool,
 ) -> int:
-    """SMs that keep the slower of network and NVLink busy, by the bytes each SM reads and writes in
-    dispatch. Even, at least 4, at most the device's."""
+    """Returns SMs that keep the slower of network and NVLink busy, by the bytes an SM reads and
+    writes in dispatch. Even, at least 4, at most the device's."""
     read, write, _, rows = traffic_of(num_experts, num_topk, ranks, rates)
     needed = float(device_sms)
     if rows < math.inf:
@@ -110,9 +110,9 @@ def theoretical_num_sms_of_both(
     device_sms: int,
     prefer_overlap_with_compute: bool,
 ) -> int:
-    """SMs that keep the slower of network and NVLink busy in dispatch and in combine, which reads
-    what dispatch writes, save what stays over NVLink. A multiple of 4, or the largest even number
-    that the device has."""
+    """Returns SMs that keep the slower of network and NVLink busy in dispatch and in combine, which
+    reads what dispatch writes, save what stays over NVLink. A multiple of 4, or the device's
+    largest even number."""
     read, write, nvlink, rows = traffic_of(num_experts, num_topk, ranks, rates)
     needed = float(device_sms)
     if rows < math.inf:
@@ -133,7 +133,7 @@ def buffer_bytes(
     use_fp8_dispatch: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """Bytes that `ElasticBuffer` may hold at once: rows from every rank, and those that return."""
+    """Returns `ElasticBuffer`'s most bytes at once: rows from every rank, and returning rows."""
     group = GROUP if use_fp8_dispatch else None
     received, returned = _bytes_of_token(
         num_ranks, hidden, num_topk, group, allow_multiple_reduction
@@ -149,7 +149,7 @@ def larger_call_bytes(
     use_fp8_dispatch: bool,
     allow_multiple_reduction: bool,
 ) -> int:
-    """Bytes that `EPBuffer` may hold at once: rows from every rank, or those that return."""
+    """Returns `EPBuffer`'s most bytes at once: rows from every rank, or returning rows."""
     group = 32 if use_fp8_dispatch else None
     either = _bytes_of_token(num_ranks, hidden, num_topk, group, allow_multiple_reduction)
     return round_up(num_max_tokens_per_rank * max(either), ALIGNMENT)
@@ -158,7 +158,7 @@ def larger_call_bytes(
 def _bytes_of_token(
     num_ranks: int, hidden: int, num_topk: int, group: int | None, allow_multiple_reduction: bool
 ) -> tuple[int, int]:
-    """For one token of each rank: what comes from all ranks, and what comes back to one.
+    """Returns bytes for a token of each rank: received from all, and returned to one.
 
     group: elements of FP8 that have a scale of four bytes; None for bf16.
     """
@@ -169,25 +169,25 @@ def _bytes_of_token(
 
 
 def device_sms() -> int:
-    """Multiprocessors of the current GPU; a usual number where there is none."""
+    """Returns the current GPU's multiprocessors, or a usual number."""
     return count_gpu_sms() or _SMS_WITHOUT_GPU
 
 
 def nvlink_gbs(share: float = NVLINK_SHARE) -> float:
-    """The rate for the GPU's generation: links times the rate of one in GB/s, less overhead."""
+    """Returns the rate of the GPU's generation: links times one's GB/s, less overhead."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
     links, rate = {8: (12, 25.0), 9: (18, 26.5625)}.get(major, (18, 53.125))
     return links * rate * share
 
 
 def rdma_gbs(nic: str | None = None) -> float:
-    """The rate that the system states for a network card, or a usual one."""
+    """Returns a network card's rate by the system, or a usual one."""
     rate = _nic_file("ports/1/rate", nic).split()  # like: 400 Gb/sec (4X NDR)
     return float(rate[0]) / 8 if rate else 50.0
 
 
 def allocated_qps(hybrid: bool) -> int:
-    """Queue pairs that `deep_ep` would allocate."""
+    """Returns `deep_ep`'s allocated queue pairs."""
     if not hybrid:
         return 17
     return 65 if has_fast_atomics() else 129
@@ -199,12 +199,12 @@ def has_fast_atomics(nic: str | None = None) -> bool:
 
 
 def theoretical_num_qps(num_sms: int, hybrid: bool, allocated: int) -> int:
-    """Queue pairs for a call that uses `num_sms`."""
+    """Returns queue pairs of a call by `num_sms`."""
     return min(16 * num_sms + 1 if hybrid else min(num_sms, 9), allocated)
 
 
 def _nic_file(name: str, nic: str | None) -> str:
-    """nic: by default that of EP_NIC_NAME."""
+    """Reads a file of nic, else EP_NIC_NAME's."""
     nic = nic or environment.text("EP_NIC_NAME") or "mlx5_0"
     try:
         return Path("/sys/class/infiniband", nic, name).read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BufferAllocator`: tensors whose places in a buffer are settled before there is a buffer."""
+"""`BufferAllocator`: tensors whose places in a buffer are settled before the buffer exists."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..payload import round_up
 
 
 class BufferAllocator:
-    """Hands out tensors of the device "meta", each at the next multiple of 2 MiB of a storage that
-    `materialize` is given. num_bytes: of the storage, so far."""
+    """Hands out tensors of the device "meta", each at the next multiple of 2 MiB of the storage for
+    `materialize`. num_bytes: of the storage, so far."""
 
     def __init__(self) -> None:
         self.alignment: int = ALIGNMENT
@@ -25,7 +25,7 @@ class BufferAllocator:
         self.materialized: bool = False
 
     def allocate(self, shape: Sequence[int] | int, dtype: torch.dtype) -> Tensor:
-        """A tensor without memory. AssertionError once there is a storage."""
+        """Returns a tensor without memory. AssertionError after `materialize`."""
         check(not self.materialized, "allocate: the allocator has been materialized already")
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         self.allocations.append((tensor, self.num_bytes))
@@ -34,8 +34,8 @@ class BufferAllocator:
         return tensor
 
     def materialize(self, storage: Tensor) -> None:
-        """The tensors that were handed out become views of storage, contiguous uint8 [num_bytes].
-        AssertionError for another one, and the second time."""
+        """Makes all tensors that were handed out views of storage, contiguous uint8 [num_bytes].
+        AssertionError for another storage, and the second time."""
         check(not self.materialized, "materialize: the allocator has been materialized already")
         check_tensor("storage", storage, torch.uint8, [self.num_bytes])
         check(storage.is_contiguous(), "storage is not contiguous")

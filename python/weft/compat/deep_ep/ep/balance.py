@@ -29,12 +29,12 @@ from ..utils.envs import get_nvlink_gbs, get_sm_read_gbs, get_sm_write_gbs
 from ..utils.event import EventOverlap, event_of
 
 MAX_TENSORS = 16  # of a call
-_UNIT_BYTES = 16  # that one of an expert is a multiple of
-_GRADIENT_BYTES = 32  # that one of an expert is a multiple of
+_UNIT_BYTES = 16  # multiple of an expert's weights
+_GRADIENT_BYTES = 32  # multiple of an expert's gradients
 
 
 def check_weights(redundant: tuple[Tensor, ...], own: tuple[Tensor, ...], num_slots: int) -> None:
-    """Checks that slots and experts have equally many tensors, which belong together."""
+    """Checks that slots and experts have equally many, matching tensors."""
     check(
         len(redundant) == len(own) and 1 <= len(own) <= MAX_TENSORS,
         f"{len(redundant)} redundant_expert_weights and {len(own)} expert_weights (expected as "
@@ -84,8 +84,8 @@ def carry_by(
     of: Any = None,
     domain: range | None = None,
 ) -> Carry:
-    """Returns a `Carry` by exchanges of `call`. Ranks that have different mappings, or another
-    `of`, raise. domain: the ranks whose mapping it is, if not all."""
+    """Returns a `Carry` by exchanges of `call`. Ranks with different mappings, or another `of`,
+    raise. domain: the mapping's ranks, if not all."""
     most = mapping.numel()  # blocks that any rank sends
     slots = mapping.tolist()
     said = (name, slots if domain is None else list(mapping.shape), of)
@@ -117,10 +117,10 @@ def carry_by(
 
 
 class ExpertCopies:
-    """The calls, for a buffer with `runtime.copies`, `pool`, ranks and a communication stream."""
+    """Calls of a buffer with `runtime.copies`, `pool`, ranks and a communication stream."""
 
     def lb_get_theoretical_num_sms(self) -> int:
-        """SMs that fill NVLink with copies of experts."""
+        """Returns SMs whose copies fill NVLink."""
         slowest = min(get_sm_read_gbs(), get_sm_write_gbs())
         return round_up(math.ceil(get_nvlink_gbs() / slowest), 2)
 
@@ -133,7 +133,7 @@ class ExpertCopies:
         num_sms: int = 0,
         previous_event: Any = None,
     ) -> EventOverlap:
-        """Collective. Weights of experts into slots of other ranks of the domain, bit by bit.
+        """Collective. Copies experts' weights bit by bit into slots of the domain's other ranks.
 
         redundant_expert_weights [slots, ...] and expert_weights [El, ...] of any dtype, or up to 16
         of each, contiguous; an expert has as many bytes in both, a multiple of 16.
@@ -155,11 +155,11 @@ class ExpertCopies:
         num_sms: int = 0,
         previous_event: Any = None,
     ) -> EventOverlap:
-        """Collective. Gradients in slots of the domain's ranks are added to those of the experts
-        that the slots are for: what is there, then by ascending rank, then by slot.
+        """Collective. Adds gradients in slots of the domain's ranks to their experts' gradients:
+        the expert's own, then by ascending rank, then by slot.
 
         redundant_expert_grads fp32 [slots, h], left as they are; expert_grads fp32 [El, h],
-        contiguous, of a multiple of 32 bytes for an expert. The rest as for `lb_prefetch_weights`.
+        contiguous, a multiple of 32 bytes per expert. The rest as for `lb_prefetch_weights`.
         """
         pair = ((redundant_expert_grads,), (expert_grads,))
         steps = (check_gradients, add_gradients)

@@ -32,8 +32,8 @@ from .returns import Returns, places_of_choices, places_of_ranks, plan_returns
 
 
 class Runtime(ExchangePool):
-    """The exchanges of a buffer. lb_storage uint8 [num_lb_bytes], for copies of experts: on the GPU
-    if there is one."""
+    """Exchanges of a buffer. lb_storage uint8 [num_lb_bytes]: for copies of experts, on the GPU if
+    there is one."""
 
     def __init__(self, group: Group, timeout: float, num_lb_bytes: int) -> None:
         super().__init__(group, timeout)
@@ -109,11 +109,11 @@ class EPBuffer(ExpertCopies, BufferBase):
 
     @property
     def main_context(self) -> Any:
-        """Runtime that calls run on; None after `destroy`."""
+        """The calls' runtime; None after `destroy`."""
         return self.context
 
     def destroy(self) -> None:
-        """Lets go of the memory; the buffer refuses calls from then on.
+        """Frees the memory; the buffer refuses later calls.
 
         AssertionError unless the buffer was made with explicitly_destroy.
         """
@@ -130,7 +130,7 @@ class EPBuffer(ExpertCopies, BufferBase):
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        """Bytes, a multiple of 2 MiB, that grow with every size. num_topk 0 counts as 32.
+        """Returns bytes, a multiple of 2 MiB, growing with every size. num_topk 0: 32.
         AssertionError without tokens, or for a hidden size whose factors are more than its rows."""
         del allow_hybrid_mode  # as much either way
         check(
@@ -151,7 +151,7 @@ class EPBuffer(ExpertCopies, BufferBase):
         sequential: bool = True,
         context_idx: int | None = None,
     ) -> None:
-        """Collective. Work queued before, on any rank, is done before work queued after.
+        """Collective. Ends all work queued before, on any rank, before later work.
 
         The host waits, always: with_cpu_sync for the whole GPU, else for the current stream, and
         with wait_comm_stream for the communication stream too.
@@ -162,7 +162,7 @@ class EPBuffer(ExpertCopies, BufferBase):
         self._barrier(wait_comm_stream, with_cpu_sync)
 
     def print_memory_usage(self) -> None:
-        """On the first rank: bytes that the buffer is said to have, and those that calls hold."""
+        """Prints, on the first rank, the buffer's nominal bytes, and those that calls hold."""
         held = self.pool().footprint()
         if self.rank_idx == 0:
             held = {**held, "num_bytes": self.num_bytes, "num_lb_bytes": self.num_lb_bytes}
@@ -178,9 +178,9 @@ class EPBuffer(ExpertCopies, BufferBase):
         sm_read_gbs: float = 0,
         sm_write_gbs: float = 0,
     ) -> int:
-        """SMs for dispatch and combine by a model of the traffic; experts chosen at random.
+        """Returns SMs for dispatch and combine by a model of traffic to random experts.
 
-        Rates in GB/s, 0: found out. Calls take Weft's measured number unless given this one.
+        Rates in GB/s, 0: detected. Calls take Weft's measured number unless given this one.
         AssertionError if num_scaleout_topk is not 0, or experts cannot be shared out equally.
         """
         ranks = self._ranks_of_model(num_experts, num_topk, num_scaleout_topk)
@@ -238,7 +238,7 @@ class EPBuffer(ExpertCopies, BufferBase):
         *,
         emit_expert_ids: bool = False,
     ) -> tuple[Rows, Tensor | None, Tensor | None, EPBufferHandle, EventOverlap] | EventOverlap:
-        """Collective. Tokens to their experts.
+        """Collective. Sends tokens to experts.
 
         x [T, H] bf16, fp16 or fp32, or (FP8 [T, H], scaling factors [T, S] of any strides).
         topk_idx int64 or int32 [T, K], -1 = no expert; it must not be written to while the handle
@@ -321,7 +321,7 @@ class EPBuffer(ExpertCopies, BufferBase):
     def _first(
         self, call: Call, payload: Payload, routing: tuple, **settings: Any
     ) -> tuple[EPBufferHandle, Received]:
-        """Collective. Also plans how rows return."""
+        """Collective. Dispatches; plans the return."""
         handle, out = super()._first(call, payload, routing, **settings)
         topk_idx, _, num_experts, _ = routing
         do_expand, plan = settings["do_expand"], out.plan
@@ -344,8 +344,8 @@ class EPBuffer(ExpertCopies, BufferBase):
         return handle, out
 
     def _returns_of_width(self, call: Call, handle: EPBufferHandle, hidden: int) -> Returns:
-        """Collective. How rows of another width return than dispatch has sent, such as those that
-        experts make of packed ones."""
+        """Collective. Plans the return of rows of another width than dispatch sent, such as experts
+        make of packed rows."""
         returns, topk = handle.returns, handle.ids.size(1)
         call.by(returns.plan, then="plan")
         _agree(returns.plan)
@@ -373,7 +373,7 @@ class EPBuffer(ExpertCopies, BufferBase):
         allocate_on_comm_stream: bool = False,
         defer_epilogue: bool = False,
     ) -> tuple[Tensor, Tensor | None, EventOverlap] | EventOverlap:
-        """Collective. Rows as `dispatch` returned them, summed into their tokens, unweighted.
+        """Collective. Sums rows, in `dispatch`'s order, unweighted into their tokens.
 
         x [rows, H] bf16, fp16 or fp32, with do_expand of any number of rows. H may be another than
         that of dispatch, on all ranks: that takes one more plan, and outside of a capture the host

@@ -78,8 +78,8 @@ class EPBufferHandle(EPHandle):
         return numbers[:num_lines], rows[:num_lines]
 
     def sum_of_rows(self, x: Tensor) -> Tensor:
-        """With do_expand: x [any, H] -> [N, H], the rows of each token by ascending choice, added
-        in fp32 and rounded once."""
+        """With do_expand: sums x [any, H] into [N, H], a token's rows by ascending choice, in fp32,
+        rounded once."""
         _, table = self.lines
         x = self.fitted(x)
         sums = Stage(torch.Size((table.size(0), x.size(1))), x.device, copies_one=True)
@@ -88,12 +88,12 @@ class EPBufferHandle(EPHandle):
         return sums.rounded(x.dtype)
 
     def weights_of_rows(self, weights: Tensor) -> Tensor:
-        """With do_expand: weights [rows] -> [N, K] by choice, 0 for a choice of another rank's."""
+        """With do_expand: turns weights [rows] into [N, K] by choice, 0 for other ranks'."""
         _, table = self.lines
         return functional.pad(self.fitted(weights), (0, 1))[table]  # -1 is the last one
 
     def fitted(self, rows: Tensor) -> Tensor:
-        """Pads or cuts the rows to as many as dispatch made: the difference belongs to no token."""
+        """Pads or cuts rows to as many as dispatch made: the rest belongs to no token."""
         more = self.plan.num_rows - rows.size(0)
         return functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, more)) if more else rows
 

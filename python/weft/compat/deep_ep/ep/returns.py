@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows come back to their tokens when `EPBuffer` sums them in an order of its own. buffer.py
-calls it.
+"""How rows come back to their tokens when `EPBuffer` sums them in an order of its own, for
+buffer.py.
 
-A plan's combine adds up what ranks have of a token by ascending rank. Here the order is another
-one, a bias comes first, and each stage rounds once. So rows come back one by one, by a second plan,
-in which each token stands once for each place that a row of it may return to: a place has one
-rank's choices, or one choice. Rows of that plan lie on the experts' ranks as those of the first
-plan do; back at the tokens they are added up, place after place."""
+A plan's combine sums a token's rows by ascending rank. Here the order is another, a bias comes
+first, and each stage rounds once. So rows come back one by one, by a second plan, which lists a
+token once for each place that one of its rows may return to: a place has one rank's choices, or one
+choice. Both plans' rows lie alike on the experts' ranks; back at the tokens they are summed, place
+after place."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ..runtime import Call
 class Stage:
     """fp32 sums [T, H] of rows that come one after another.
 
-    They begin with `biases`, added to zeros. Without any, sums of two rows keep a negative zero
-    that both have, as an addition without a beginning does; with `copies_one` one row does, too.
+    They begin with `biases`, added to zeros. Without biases the sum of two rows keeps a negative
+    zero that both have, as a plain addition does; with `copies_one` a single row does, too.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Stage:
         self._count = torch.zeros((shape[0], 1), dtype=torch.int32, device=device)
 
     def add(self, rows: Tensor, is_there: Tensor) -> None:
-        """rows [T, H], of those tokens where is_there, bool [T, 1]."""
+        """Adds rows [T, H] of the tokens where is_there, bool [T, 1]."""
         self.sums += torch.where(is_there, rows, -0.0)
         self._count += is_there
 
@@ -57,7 +57,7 @@ class Stage:
         return sums.to(dtype)
 
     def restart(self, where: Tensor) -> None:
-        """With zeros, for those tokens where `where`, bool [T, 1]."""
+        """Clears sums of tokens where `where`, bool [T, 1]."""
         self.sums = torch.where(where, -0.0, self.sums)
         self._count = torch.where(where, 0, self._count)
 
@@ -72,8 +72,8 @@ class Places(NamedTuple):
 
 
 def places_of_ranks(topk_idx: Tensor, num_local: int, num_ranks: int, per_domain: int) -> Places:
-    """A place for each rank that a token goes to: domains of per_domain ranks in the order of their
-    last choices, in a domain the ranks in the order of theirs. num_local: experts of a rank."""
+    """Makes a place for each rank of a token: domains of per_domain ranks by their last choices, in
+    a domain ranks by their last choices. num_local: experts of a rank."""
     num_tokens, topk = topk_idx.shape
     num_places = min(topk, num_ranks)
     device = topk_idx.device
@@ -94,13 +94,13 @@ def places_of_ranks(topk_idx: Tensor, num_local: int, num_ranks: int, per_domain
 
 
 def _last_equal(value: Tensor, choice: Tensor) -> Tensor:
-    """int64 like value [T, K]: the last choice of the row with the same value. choice: 0 to K-1."""
+    """Returns the row's last choice with the same value, like value [T, K]. choice: 0 to K-1."""
     is_same = value.unsqueeze(1) == value.unsqueeze(2)
     return torch.where(is_same, choice, -1).amax(dim=2)
 
 
 def places_of_choices(topk_idx: Tensor) -> Places:
-    """A place for each choice."""
+    """Makes a place per choice."""
     is_valid = topk_idx >= 0
     order = torch.arange(topk_idx.size(1), device=topk_idx.device).expand_as(topk_idx)
     return Places(topk_idx.reshape(-1, 1), order, is_valid, is_valid)
@@ -108,8 +108,8 @@ def places_of_choices(topk_idx: Tensor) -> Places:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Returns:
-    """The second plan, made with `options`, and what its rows are added up by. has_domains: the
-    sums of a domain are rounded, then added up."""
+    """The second plan, made with `options`, and the places of its rows. has_domains: sums of a
+    domain are rounded, then added up."""
 
     plan: Plan
     places: Places
@@ -117,7 +117,7 @@ class Returns:
     options: dict[str, Any]
 
     def sums(self, rows: Tensor, biases: tuple[Tensor, ...]) -> Tensor:
-        """rows [T * D, H], as combine by the plan gives them -> [T, H] of their dtype."""
+        """Sums rows [T * D, H] of combine by the plan into [T, H] of their dtype."""
         num_tokens, num_places = self.places.is_used.shape
         rows = rows.view(num_tokens, num_places, rows.size(1))
         shape = torch.Size((num_tokens, rows.size(2)))
@@ -132,7 +132,7 @@ class Returns:
         return total.rounded(rows.dtype)
 
     def weights(self, weights: Tensor) -> Tensor:
-        """fp32 [T, K] of those that came with the rows."""
+        """Returns the rows' weights by choice, fp32 [T, K]."""
         of_choice = self.places.of_choice
         if self.plan.topk == 1:  # each choice has a place
             return weights.view(of_choice.shape)
@@ -141,7 +141,7 @@ class Returns:
 
 
 def plan_returns(call: Call, places: Places, has_domains: bool, **options: Any) -> Returns:
-    """Collective, on the exchange of the call. options: of its plan."""
+    """Plans returns; collective, on the call's exchange. options: the plan's."""
     call.options = options
     plan = call.exchange.plan(places.routes.contiguous(), **options)
     return Returns(plan, places, has_domains, options)

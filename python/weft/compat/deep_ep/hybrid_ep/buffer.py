@@ -9,8 +9,8 @@ Same names, arguments, results and row order. What Weft lifts:
 * topk_idx may contain -1 (no route) anywhere; other numbers outside [0, E) are refused.
 * combine takes bf16, fp16 and fp32, and inputs need not be contiguous.
 * The overflow flag, item -1 of a permuted handle, is always defined.
-* A handle remembers its number of rows, so that reuse does not need num_permuted_tokens, and
-  dropped rows are no trouble for it: they come back as zeros.
+* A handle remembers its number of rows, so that reuse does not need num_permuted_tokens; dropped
+  rows come back as zeros.
 
 "Fused" and unfused are the same code here, since rows are written once, to their final place,
 either way; the arguments are accepted. Results carry no gradient, as with `deep_ep`.
@@ -52,15 +52,15 @@ from ..runtime import MIN_TOPK, Call, ExchangePool, found_at_once
 from .handle import HybridEPConfig, HybridEPConfigurer, HybridEPHandle, PermuteHandle, PlainHandle
 
 _MIN_CAPACITY = 512
-_PINNED_TOGETHER = 64  # counts of so many calls
+_PINNED_TOGETHER = 64  # calls' counts per pinning
 
 
 def indices_to_map(
     topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Local. The routing_map bool [T, E] and the probs fp32 [T, E], None without weights, that
-    `HybridEPBuffer` takes, of topk_idx int32 or int64 [T, K] and topk_weights fp32 [T, K]. Numbers
-    outside [0, E) name no route. Raises InvalidArgument (also an AssertionError)."""
+    """Local. Turns topk_idx int32 or int64 [T, K] and topk_weights fp32 [T, K] into the routing_map
+    bool [T, E] and probs fp32 [T, E] (None without weights) of `HybridEPBuffer`. Numbers outside
+    [0, E) are no route. Raises InvalidArgument (also an AssertionError)."""
     check_tensor("topk_idx", topk_idx, INTEGERS, [num_of_tokens, "K"])
     check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
     return spread(topk_idx, topk_weights, num_of_experts)
@@ -117,7 +117,7 @@ class HybridEPBuffer:
         self.num_of_nodes: int = self.group_size // domain
         self.runtime = ExchangePool(ranks)
         self._pinned: dict[int, list[Tensor]] = {}  # memory for counts, by their number
-        # Callers give their own T, which need not be that of others.
+        # Callers give their own T; ranks' may differ.
         (most,) = max(ranks.gather_numbers(tokens))
         capacity = max(most, _MIN_CAPACITY)
         self.configurer = HybridEPConfigurer(
@@ -137,7 +137,7 @@ class HybridEPBuffer:
         )
 
     def empty_jit_cache(self) -> None:
-        """Nothing: Weft compiles no kernels while it runs."""
+        """Does nothing: Weft compiles no kernels at run time."""
 
     def update_template_config(
         self,
@@ -172,7 +172,7 @@ class HybridEPBuffer:
         return self.configurer.buffer_config
 
     def _raise_capacity(self, num_tokens: int) -> None:
-        """The tokens of a rank that need no growth. Never lowers it."""
+        """Raises the tokens of a rank that need no growth."""
         most = max(self._settings.max_num_of_tokens_per_rank, round_up(num_tokens, 16))
         self._settings.max_num_of_tokens_per_rank = most
 
@@ -185,7 +185,7 @@ class HybridEPBuffer:
         slots: int | None,
         **options: Any,
     ) -> Routing:
-        """The routing that a caller has given (see `routing_of`); `call` has the exchange then.
+        """Returns the caller's routing (see `routing_of`), and sets the exchange of `call`.
 
         given: the routing; the experts of all ranks, and of each: without either a map says it, or
         the buffer. slots: the caller's num_of_tokens_per_rank.
@@ -199,7 +199,7 @@ class HybridEPBuffer:
             f"hidden has {payload.num_tokens} rows (expected {num_tokens}, as the routing has)",
         )
         if non_blocking and payload.device.type == "cuda":
-            # Nobody waits to learn of another rank's T: without `slots` it is then the same.
+            # Ranks do not learn others' T here: without `slots` all T are equal.
             self._raise_capacity(payload.num_tokens if slots is None else slots)
         key = (payload.hidden, routing.map.size(1), payload.device)
         most = self._settings.max_num_of_tokens_per_rank
@@ -209,7 +209,7 @@ class HybridEPBuffer:
     def _num_experts(
         self, total: int | None, per_rank: int | None, has_indices: bool
     ) -> int | None:
-        """The experts of all ranks, None where a map says it."""
+        """Returns the experts of all ranks, None if a map says."""
         if total is not None and per_rank is not None:
             check(
                 total == per_rank * self.group_size,
@@ -241,7 +241,7 @@ class HybridEPBuffer:
         use_host_meta: bool | None = None,
         num_of_tokens_per_rank: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, PermuteHandle]:
-        """Collective. Tokens to their experts, one row per route, grouped by local expert.
+        """Collective. Sends tokens to experts, a row per route, grouped by local expert.
 
         hidden [T, H] bf16, fp16 or fp32, or a one-byte dtype (FP8) with scaling_factor
         [T, H / 128]. routing_map bool [T, E] with probs fp32 [T, E] or None; or topk_idx [T, K]
@@ -332,9 +332,9 @@ class HybridEPBuffer:
         pad_multiple: int | None,
         fuse: bool,
     ) -> tuple | None:
-        """`dispatch_with_permute` as it mostly is: one call of the core, by hidden, topk_idx and
-        topk_weights, routing_map and probs. None, and nothing has begun, where there is more to it,
-        or something is wrong with what it was given."""
+        """Does a common `dispatch_with_permute` by one call of the core. tensors: hidden, topk_idx,
+        topk_weights, routing_map, probs. Returns None, with nothing begun, for an uncommon call or
+        wrong arguments."""
         name, told, exchange = "dispatch_with_permute", _core.num_told(), None
         try:
             pool, settings = self.runtime, self._settings
@@ -369,13 +369,13 @@ class HybridEPBuffer:
         return rows, row_probs, None, self._counts_of(plan), handle
 
     def _counts_of(self, plan: Plan) -> Tensor:
-        """int64 [El] on the host, pinned on a machine with GPUs: rows of each expert, padding
-        included."""
+        """Returns rows of each expert with padding, int64 [El] on the host, pinned on a machine
+        with GPUs."""
         memory = None if plan.exchange.gpu < 0 else self._pinned_counts(plan.exchange)
         return plan.core.padded_rows_on_host(memory)
 
     def _pinned_counts(self, exchange: Exchange) -> Tensor:
-        """Memory for counts that nobody else has."""
+        """Returns unshared pinned memory for counts."""
         left = self._pinned.setdefault(exchange.num_local_experts, [])
         try:
             return left.pop()
@@ -397,8 +397,8 @@ class HybridEPBuffer:
         num_dispatched_tokens: int | None = None,
         non_blocking: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Collective. Rows as `dispatch_with_permute` returned them, summed into their tokens by
-        its handle, which must be given.
+        """Collective. Sums rows, in the order of `dispatch_with_permute`, into their tokens by the
+        dispatch's handle, which must be given.
 
         hidden [P, H] bf16, fp16 or fp32, unweighted: a rank's rows of a token are summed in fp32
         and rounded, then ranks are, in ascending order. probs fp32 [P]. Padding and slack rows are
@@ -425,7 +425,7 @@ class HybridEPBuffer:
         handle: PermuteHandle | None,
         pad_multiple: int | None,
     ) -> tuple | None:
-        """`combine_with_unpermute` as it mostly is: one call of the core. None as for
+        """Does a common `combine_with_unpermute` by one call of the core. None: see
         `_dispatch_at_once`."""
         name, told = "combine_with_unpermute", _core.num_told()
         try:
@@ -456,7 +456,7 @@ class HybridEPBuffer:
         handle: PlainHandle | None = None,
         num_of_tokens_per_rank: int | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, PlainHandle]:
-        """Collective. Tokens to the ranks of their experts: a row for each token on each rank.
+        """Collective. Sends tokens to their experts' ranks: a row per token on each rank.
 
         hidden [T, H] and scaling_factor, the routing, and num_of_tokens_per_rank as
         `dispatch_with_permute` takes them.
@@ -500,7 +500,7 @@ class HybridEPBuffer:
         probs: Tensor | None = None,
         handle: PlainHandle | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Collective. The rows of `dispatch` back to their tokens, summed, unweighted.
+        """Collective. Sums the rows of `dispatch`, unweighted, into their tokens.
 
         hidden [N, H] bf16, fp16 or fp32; probs fp32 [N, El * D], of which this rank's columns are
         read where a row has a route. Returns ([T, H], fp32 [T, E] or None), zero without routes.
@@ -518,7 +518,7 @@ class HybridEPBuffer:
     def _again(
         self, call: Call, handle: HybridEPHandle, payload: Payload, routing: tuple
     ) -> Received:
-        """The way of a handle. routing: probs, or topk_idx and topk_weights in its place."""
+        """Dispatches by a handle. routing: probs, or topk_idx and topk_weights instead."""
         probs, topk_idx, topk_weights = routing
         plan = handle.plan
         check_optional("probs", probs, torch.float32, [plan.num_tokens, plan.num_experts])
@@ -533,7 +533,7 @@ class HybridEPBuffer:
     def _config(
         self, hidden: Tensor, plan: Plan, pad_multiple: int | None = None, fuse: bool = False
     ) -> HybridEPConfig:
-        """The settings of a call."""
+        """Returns a call's settings."""
         settings = self._settings
         return settings.changed(
             hidden_dim=hidden.size(1),
@@ -544,15 +544,15 @@ class HybridEPBuffer:
         )
 
     def _first_column(self, plan: Plan) -> int:
-        """The first of this rank's experts among those of its domain."""
+        """Returns this rank's first expert in its domain."""
         return self.local_rank * plan.num_local_experts
 
     def _num_columns(self, plan: Plan) -> int:
-        """Experts of this rank's domain."""
+        """Counts experts of the domain."""
         return plan.num_local_experts * self.num_of_hybrid_ep_ranks_per_nvlink_domain
 
     def _columns_of(self, handle: PlainHandle, row_weights: Tensor | None) -> Tensor | None:
-        """fp32 [N, El * D] from fp32 [N, K], whose columns are a token's choices."""
+        """Spreads fp32 [N, K], by choice, to fp32 [N, El * D], by expert."""
         if row_weights is None:
             return None
         plan = handle.plan
@@ -565,7 +565,7 @@ def _has_slots(hidden: Tensor, slots: int | None) -> bool:
 
 
 def _payload(hidden: Tensor, scaling_factor: Tensor | None, slots: int | None) -> Payload:
-    """Scaling factors travel beside rows of one byte only. slots: num_of_tokens_per_rank."""
+    """Makes the payload; only rows of one byte have factors. slots: num_of_tokens_per_rank."""
     has_scales = scaling_factor is not None and hidden.element_size() == 1
     payload = Payload((hidden, scaling_factor) if has_scales else hidden, None, "hidden")
     check(
@@ -576,7 +576,7 @@ def _payload(hidden: Tensor, scaling_factor: Tensor | None, slots: int | None) -
 
 
 def _rows_of(num_permuted_tokens: Any, pad_multiple: int | None, non_blocking: bool) -> int | None:
-    """Rows to allocate; None: as many as are needed."""
+    """Returns rows to allocate; None: as needed."""
     if num_permuted_tokens is None:
         check(not non_blocking, "The num_permuted_tokens is required for non-blocking mode.")
         return None

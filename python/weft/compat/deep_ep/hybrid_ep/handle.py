@@ -2,8 +2,8 @@
 """Handles that `HybridEPBuffer.dispatch` and `dispatch_with_permute` return for later calls, and
 the settings of the buffer, which they carry.
 
-Items that only the kernels of `deep_ep` can use are `PrivateItem`s, so that unpacking works and
-using one says why not.
+Items that only the kernels of `deep_ep` can use are `PrivateItem`s: unpacking works, and using one
+raises an error that explains.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HybridEPConfig:
     num_blocks_unpermute: int = 0
 
     def changed(self, **settings: Any) -> HybridEPConfig:
-        """A copy with other settings, and perhaps more; every call makes one."""
+        """Returns a copy with other, or more, settings; each call makes one."""
         made = HybridEPConfig.__new__(HybridEPConfig)
         vars(made).update(vars(self), **settings)
         return made

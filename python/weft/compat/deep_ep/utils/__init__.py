@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that callers import from `deep_ep.utils` and modules below. Exchanges need only
-event.py."""
+"""Names that callers import from `deep_ep.utils` and below. Exchanges need only event.py."""
 
 from . import envs, event, math, semantic, testing
 from .envs import check_nvlink_connections

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions by which programs ask `deep_ep` about ranks and links: set-up, domains, rates."""
+"""Functions of `deep_ep` about ranks and links that programs call: set-up, domains, rates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
     "init_seed",
 ]
 
-_PORT = 8361  # where ranks meet if MASTER_PORT is not set
+_PORT = 8361  # default of MASTER_PORT
 
 _local_rank: int | None = None  # since `init_dist`
 
@@ -60,11 +60,11 @@ class EnvOverride:
 def init_dist(
     local_rank: int, num_local_ranks: int, seed: int = 0
 ) -> tuple[int, int, dist.ProcessGroup]:
-    """Collective. torch.distributed for num_local_ranks processes on each of WORLD_SIZE hosts, of
-    which this is number RANK, met at MASTER_ADDR and MASTER_PORT.
+    """Collective. Starts torch.distributed with num_local_ranks processes on each of WORLD_SIZE
+    hosts, of which this is number RANK, at MASTER_ADDR and MASTER_PORT.
 
     With GPUs over NCCL, and this process takes GPU `local_rank` and makes tensors there; else over
-    gloo. Tensors are bf16 by default from then on. Returns this rank, their number and a group.
+    gloo. Tensors are bf16 by default from then on. Returns this rank, the ranks, and a group.
     """
     global _local_rank
     _local_rank = local_rank
@@ -89,15 +89,15 @@ def init_dist(
 
 
 def init_seed(global_seed: int) -> None:
-    """Random numbers of torch and Python on this rank: from `global_seed` plus its number."""
+    """Seeds torch and Python with `global_seed` plus this rank."""
     seed = global_seed + dist.get_rank()
     torch.manual_seed(seed)
     random.seed(seed)
 
 
 def dist_print(s: str = "", once_in_node: bool = False) -> None:
-    """Collective, after `init_dist`. Every rank prints, or with once_in_node the first of each
-    host; then a barrier."""
+    """Prints on every rank, or with once_in_node on a host's first, then does a barrier.
+    Collective, after `init_dist`."""
     check(_local_rank is not None, "dist_print: there are no ranks yet (call init_dist first)")
     if _local_rank == 0 or not once_in_node:
         print(s, flush=True)
@@ -105,8 +105,8 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
 
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
-    """Domains of the group (or of a buffer that says so), and ranks of each: those that can map
-    each other's memory. Collective at the first call for a group."""
+    """Returns the number of domains, ranks that can map each other's memory, of a group or buffer,
+    and a domain's ranks. Collective at a group's first call."""
     if hasattr(group, "get_physical_domain_size"):
         return group.get_physical_domain_size()
     ranks = Group.of(group)
@@ -123,11 +123,11 @@ def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple
 
 
 def check_nvlink_connections(group: dist.ProcessGroup) -> None:
-    """Nothing: ranks without NVLink between them can exchange too."""
+    """Does nothing: ranks can exchange without NVLink, too."""
 
 
 def check_torch_deterministic() -> None:
-    """AssertionError where torch fills new tensors while streams use their memory: with
+    """Raises AssertionError if torch fills new tensors while streams use their memory: with
     deterministic algorithms and `torch.utils.deterministic.fill_uninitialized_memory`."""
     fills = torch.utils.deterministic.fill_uninitialized_memory
     check(
@@ -141,22 +141,22 @@ def check_torch_deterministic() -> None:
 
 
 def get_sm_read_gbs() -> float:
-    """The rate at which one SM reads."""
+    """Returns one SM's read rate."""
     return 180
 
 
 def get_sm_write_gbs() -> float:
-    """The rate at which one SM writes."""
+    """Returns one SM's write rate."""
     return 45
 
 
 def get_nvlink_gbs(factor: float = model.NVLINK_SHARE) -> float:
-    """The NVLink rate of a GPU of this generation, one direction, of which `factor` counts."""
+    """Returns `factor` of this GPU generation's NVLink rate, one direction."""
     return model.nvlink_gbs(factor)
 
 
 def get_rdma_gbs(nic_name: str | None = None) -> float:
-    """The rate of a network card, by default the one that EP_NIC_NAME names."""
+    """Returns a network card's rate, by default EP_NIC_NAME's."""
     return model.rdma_gbs(nic_name)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events as `deep_ep` hands them out. Where there is no GPU, waiting for one returns at once."""
+"""Events as `deep_ep` hands them out. Without a GPU a wait returns at once."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class EventHandle:
 
     @classmethod
     def of(cls, event: torch.cuda.Event | None) -> EventHandle:
-        """A handle on an event that was recorded already; None: on nothing."""
+        """Wraps an event recorded already; None: nothing to wait for."""
         handle = cls.__new__(cls)
         handle._event = event
         return handle
 
     def current_stream_wait(self) -> None:
-        """The current stream does no later work before the event; the host does not wait."""
+        """Makes the current stream wait for the event; the host does not."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
 
 class EventOverlap:
-    """An event, and the code to run while it is on its way: `with event: ...` waits at the end.
+    """An event, and code to run beside the work before it: `with event: ...` waits at the end.
 
     event: an `EventHandle`, or None when there is nothing to wait for. extra_tensors: kept alive
     as long as this object.
@@ -55,10 +55,10 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """The current stream waits for the event (AssertionError without one).
+        """Makes the current stream wait for the event (AssertionError if None).
 
-        Then a registered hook runs, once, and what it returns is returned. release_handle: the
-        event and the tensors are let go.
+        Then runs a registered hook, once, and returns its result. release_handle: drops the event
+        and the tensors.
         """
         check(
             self.event is not None, "current_stream_wait: event is None (there is none to wait for)"
@@ -76,7 +76,7 @@ class EventOverlap:
         return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
-        """`hook()` runs after the next wait. AssertionError if one is registered already."""
+        """Has `hook()` run after the next wait. AssertionError if there is a hook."""
         check(
             self.hook_after_wait is None,
             "A hook is already registered on this `EventOverlap` (only one at a time)",
@@ -84,7 +84,7 @@ class EventOverlap:
         self.hook_after_wait = hook
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
-        """`with event(release_handle=True): ...` lets go of the event after the wait."""
+        """Has `with event(release_handle=True): ...` drop the event after the wait."""
         self._release_handle = release_handle
         return self
 
@@ -98,6 +98,5 @@ class EventOverlap:
 
 
 def event_of(call: StreamCall) -> EventOverlap:
-    """Makes the event that a call returns: with async_finish its own, else one without anything to
-    wait for."""
+    """Makes the event that a call returns: with async_finish the call's, else an empty one."""
     return EventOverlap(EventHandle.of(call.event) if call.async_finish else None)

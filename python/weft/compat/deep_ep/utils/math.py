@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic that programs written for `deep_ep` import from it, mostly to check results."""
+"""Arithmetic that programs import from `deep_ep`, mostly to check results."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def ceil_div(x: int, y: int) -> int:
 
 
 def safe_div(a: float, b: float) -> float:
-    """a / b; 0 for 0 / 0."""
+    """Is a / b; 0 for 0 / 0."""
     return 0 if a == 0 and b == 0 else a / b
 
 
 def calc_diff(x: Tensor, y: Tensor) -> float:
-    """How far two tensors are apart: 0 if they are equal, at most 2. One is added to every element,
-    so that zeros may be compared."""
+    """Returns the distance of two tensors: 0 if equal, at most 2. Adds one to every element, so
+    that zeros may be compared."""
     x, y = x.double() + 1, y.double() + 1
     return 1 - 2 * float((x * y).sum() / (x * x + y * y).sum())
 
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, H] -> float8_e4m3fn [T, H] and float32 [T, H / 128 rounded up]: their product is about
-    x. A group of 128 elements shares the factor max(largest magnitude, 1e-4) / 448. They have the
-    bits of low-latency dispatch."""
+    """Turns x [T, H] into float8_e4m3fn [T, H] and float32 [T, H / 128 rounded up], whose product
+    is about x. A group of 128 elements shares the factor max(largest magnitude, 1e-4) / 448. Bits
+    are as in low-latency dispatch."""
     check_tensor("x", x, None, ["T", "H"])
     hidden = x.size(1)
     rows, scales = fp8.to_fp8(functional.pad(x, (0, -hidden % fp8.GROUP)))
@@ -56,8 +56,8 @@ def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
-    """bf16 [T, H]: the rows times their factors, float32 [T, H / 128] or int32 with the exponents
-    of four powers of two in each."""
+    """Returns rows times factors, bf16 [T, H]. Factors: float32 [T, H / 128], or int32 with the
+    exponents of four powers of two in each."""
     check_tensor("x_fp8", x_fp8, None, ["T", "H"])
     scales = x_scales
     if x_scales.dtype == torch.int32:
@@ -68,8 +68,8 @@ def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:
-    """Leaves each number of x [T, K], of 0 to num_slots - 1, once in its row: descending, then -1.
-    Negative ones are none."""
+    """Leaves each number of x [T, K], 0 to num_slots - 1, once in its row, descending, then -1.
+    Drops negative numbers."""
     is_there = torch.zeros((x.size(0), num_slots + 1), dtype=torch.bool, device=x.device)
     is_there.scatter_(1, x.masked_fill(x < 0, num_slots).long(), True)
     slots = torch.arange(num_slots, dtype=x.dtype, device=x.device)
@@ -80,7 +80,7 @@ def inplace_unique(x: Tensor, num_slots: int) -> None:
 
 
 def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) -> Tensor:
-    """scores [T, E] with zeros for experts outside the groups that group_idx [T, any] names."""
+    """Zeroes scores [T, E] of experts outside the groups in group_idx [T, any]."""
     is_in_group = torch.zeros(
         (scores.size(0), num_groups), dtype=torch.bool, device=scores.device
     ).scatter_(1, group_idx, True)
@@ -88,13 +88,13 @@ def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) ->
 
 
 def hash_tensor(t: Tensor) -> int:
-    """A sum of the bits: of 32 bits each where an element has as many, else of bytes."""
+    """Sums the bits as 32-bit words if elements have 32 bits, else as bytes."""
     t = t.contiguous()
     return int(t.view(torch.int32 if t.element_size() == 4 else torch.uint8).sum())
 
 
 def hash_tensors(*tensors: Any) -> int:
-    """`hash_tensor` of all, exclusive or; tuples and lists are taken apart, None is skipped."""
+    """Returns all tensors' `hash_tensor`, XORed; unpacks tuples and lists, skips None."""
     value = 0
     for one in _flat(tensors):
         value ^= hash_tensor(one)
@@ -102,7 +102,7 @@ def hash_tensors(*tensors: Any) -> int:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """Bytes of all; tuples and lists are taken apart, None is skipped."""
+    """Counts all bytes; unpacks tuples and lists, skips None."""
     return sum(one.numel() * one.element_size() for one in _flat(tensors))
 
 

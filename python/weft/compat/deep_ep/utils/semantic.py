@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small helpers that programs written for `deep_ep` import from it."""
+"""Small helpers that programs import from `deep_ep`."""
 
 import functools
 import weakref
@@ -13,12 +13,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def value_or(value: _Value | None, default: _Value) -> _Value:
-    """value, or default if it is None."""
+    """Returns value, or default for None."""
     return default if value is None else value
 
 
 def weak_lru(maxsize: int | None = 128, typed: bool = False) -> Callable[[_Function], _Function]:
-    """`functools.lru_cache` for methods, one for each object, which it does not keep alive."""
+    """Caches a method by `functools.lru_cache`, per object, without keeping objects alive."""
 
     def decorate(method: _Function) -> _Function:
         caches: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()

@@ -29,8 +29,8 @@ def bench(
     post_fn: Callable[[], Any] | None = None,
     flush_l2: bool = True,
 ) -> tuple[float, float, float]:
-    """Mean, least and most seconds of fn(), over num_tests runs but the first: of the GPU's current
-    stream, by the host's clock without a GPU. post_fn() runs after each, unmeasured. AssertionError
+    """Returns mean, least and most seconds of fn(), over num_tests runs but the first: of the GPU's
+    current stream, else by the host's clock. post_fn() runs after each, unmeasured. AssertionError
     for less than two runs."""
     check(num_tests >= 2, f"bench: num_tests = {num_tests} (expected at least 2)")
     for _ in range(num_warmups):
@@ -61,8 +61,8 @@ def _mark(has_gpu: bool) -> Any:
 
 
 def parse_num_bytes(text: str) -> int:
-    """Bytes of a number with a unit, like 1G, 64M or 512KiB, powers of 1024; ValueError if it is
-    none, or not positive."""
+    """Parses bytes with a unit, like 1G, 64M or 512KiB, powers of 1024; ValueError unless
+    positive."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(?:i?b)?\s*", text.lower())
     size = int(float(found[1]) * (1 << _UNITS[found[2]])) if found else 0
     if size <= 0:
