@@ -33,7 +33,7 @@ HAVE_UCCL_EP: bool = True
 HAVE_HYBRIDEP: bool = True
 HAVE_TE_EP: bool = True
 
-# Callers may pad token counts to this multiple before hybrid_ep_dispatch; it does not need it.
+# Callers may pad token counts to this multiple before hybrid_ep_dispatch, which needs none.
 HYBRIDEP_TOKEN_ALIGNMENT: int = 64
 
 _buffer: Any = None
@@ -50,7 +50,7 @@ _jit_proc_dir: str | None = None
 _jit_shared_dir: str | None = None
 _jit_stored: bool = False
 
-# They read the state above.
+# Imported last: they read the state.
 from .buffers import (
     _deep_ep_version,
     _hybrid_ep_jit_dirs,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The buffers behind the fused functions: made at the first call, and replaced when too small.
 
-There is one for each family and group of ranks. The one used last is in the family's state variable
-in `weft.fused_a2a`; those of other groups are parked. So layers on different groups can take turns
-without building buffers, and without destroying one, which its whole group may have to do together.
+Each family and group of ranks has a buffer. The buffer used last is in the family's state variable
+in `weft.fused_a2a`; other groups' are parked. So layers on different groups can take turns without
+building buffers, or destroying one, which a whole group may have to do together.
 """
 
 import atexit
@@ -26,41 +26,41 @@ _STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer", "_n
 
 lock = threading.RLock()  # forward and backward run on different threads
 parked: dict[str, list[Any]] = {}  # by the name of the state variable
-# Buffers that calls were given last, by the same name, and what each is known to be enough for.
+# Buffers of the last calls, by the same name, and what each is known to suffice for.
 _enough: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {}
 _NOTHING: tuple[Callable[[], Any], tuple[Any, ...]] = (lambda: None, ())
 
 
 def contiguous(value: Any) -> Any:
-    """A tensor with adjacent elements; what is none goes on, for the buffer to refuse it."""
+    """Makes a tensor contiguous; passes on anything else, for the buffer to refuse."""
     if not isinstance(value, torch.Tensor) or value.is_contiguous():
         return value
     return value.contiguous()
 
 
 def refusing(name: str, buffer: Any, **options: Any) -> Call:
-    """A context: what fails in it, before a dispatch of `buffer`, makes its other ranks raise, too.
-    options: those of the plan that they make."""
+    """Returns a context in which a failure before a dispatch of `buffer` makes other ranks raise,
+    too. options: of the other ranks' plan."""
     return Call(name, pool_of(buffer), **options)
 
 
 def pool_of(buffer: Any) -> ExchangePool | None:
-    """The exchanges of a buffer of Weft's that was not destroyed."""
+    """Returns the exchanges of a live Weft buffer, else None."""
     runtime = getattr(buffer, "runtime", None)
     pool = getattr(runtime, "exchanges", runtime)
     return pool if isinstance(pool, ExchangePool) else None
 
 
 def get_hidden_bytes(x: torch.Tensor) -> int:
-    """The bytes of one row of `x` [T, H], an element counted as two bytes at least.
+    """Returns the bytes of a row of `x` [T, H], an element counted as two at least.
 
-    A one-byte dtype counts as two because what comes back for it is two bytes wide.
+    A one-byte dtype counts as two because its rows come back two bytes wide.
     """
     return x.size(1) * max(x.itemsize, 2)
 
 
 def get_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
-    """The `Buffer` of `group` for rows of `hidden_bytes`; makes or grows it (collective then)."""
+    """Returns the `Buffer` of `group` for such rows; makes or grows it (collective then)."""
     has_nvshmem = _is_nvshmem_available()
     if not has_nvshmem and group.size() > _MOST_RANKS_OF_A_NODE:  # of a Buffer put in Weft's place
         raise RuntimeError(
@@ -73,14 +73,14 @@ def get_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
 
 
 def get_uccl_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
-    """The `UCCLBuffer` of `group`, like `get_buffer`."""
+    """Returns a `UCCLBuffer`, like `get_buffer`."""
     return _row_buffer("_uccl_buffer", state.UCCLBuffer, group, hidden_bytes)
 
 
 def get_elastic_buffer(
     group: dist.ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int
 ) -> Any:
-    """The `ElasticBuffer` of `group` for these sizes; makes or grows it (collective then).
+    """Returns `group`'s `ElasticBuffer` for these sizes; makes or grows it (collective then).
 
     `num_max_tokens_per_rank` must be the same on every rank.
     """
@@ -148,9 +148,9 @@ def init_hybrid_ep_buffer(
 def get_hybrid_ep_buffer(
     group: dist.ProcessGroup, x: torch.Tensor, num_local_experts: int, options: dict[str, Any]
 ) -> Any:
-    """The `HybridEPBuffer` of `group`; made for the sizes of `x` [T, H] when there is none.
+    """Returns `group`'s `HybridEPBuffer`; if there is none, makes it for `x` [T, H].
 
-    Other sizes need no other buffer: it grows by itself.
+    Other sizes need no other buffer, as buffers grow by themselves.
     """
 
     def build() -> Any:
@@ -162,7 +162,7 @@ def get_hybrid_ep_buffer(
 
 
 def current_hybrid_ep_buffer() -> Any:
-    """The `HybridEPBuffer` used last (RuntimeError without one)."""
+    """Returns the last `HybridEPBuffer`; RuntimeError without one."""
     buffer = state._hybrid_ep_buffer
     if buffer is None:
         raise RuntimeError("hybrid_ep_combine: no buffer (hybrid_ep_dispatch makes it)")
@@ -170,15 +170,15 @@ def current_hybrid_ep_buffer() -> Any:
 
 
 def reset_hybrid_ep_buffer() -> None:
-    """Forgets what `init_hybrid_ep_buffer` and `hybrid_ep_dispatch` made, and the capacity that was
-    published for it."""
+    """Forgets buffers of `init_hybrid_ep_buffer` and `hybrid_ep_dispatch`, and their published
+    capacity."""
     take_all("_hybrid_ep_buffer")
     state._hybrid_ep_runtime_signature = None
     state._hybrid_ep_initialized_capacity = 0
 
 
 def get_hybrid_ep_initialized_capacity(signature: tuple[Any, ...]) -> int:
-    """The most tokens for which a caller has run HybridEP beforehand, 0 if none has.
+    """Returns the most tokens that a caller has run HybridEP for beforehand, or 0.
 
     signature: of the settings. Raises RuntimeError if the capacity was published for others.
     """
@@ -204,7 +204,7 @@ def publish_hybrid_ep_initialized_capacity(signature: tuple[Any, ...], capacity:
 
 
 def store_hybrid_ep_jit_cache() -> int:
-    """The number of compiled kernels that were stored: 0."""
+    """Returns how many kernels were stored: 0."""
     return 0
 
 
@@ -214,12 +214,12 @@ def _warm_start_hybrid_ep_jit() -> bool:
 
 
 def _hybrid_ep_jit_dirs() -> tuple[None, None]:
-    """The shared folder of compiled kernels and this process's own: there are none."""
+    """Returns the shared and the own folder of compiled kernels: None."""
     return None, None
 
 
 def _deep_ep_version() -> str:
-    """The version of what is in DeepEP's place."""
+    """Returns the version in DeepEP's place."""
     return __version__
 
 
@@ -252,8 +252,8 @@ def _row_buffer(
     with_rdma: bool = True,
     **options: Any,
 ) -> Any:
-    """A buffer of class `kind` with the bytes that its rows need: to ranks of one host, and to
-    others. What they are is asked only if it is not what the last call asked for."""
+    """Returns a buffer of class `kind` with the bytes that rows need, to ranks of one host and to
+    others. Asks for the sizes only if the last call's arguments differ."""
     wanted = (kind, getattr(kind, "num_sms", None), hidden_bytes, with_rdma)
     current, (last, enough) = getattr(state, name), _enough.get(name, _NOTHING)
     if current is not None and last() is current and enough == wanted and current.group is group:
@@ -275,14 +275,14 @@ def _row_buffer(
 
 
 def _cached(name: str, group: Any, build: Callable[..., Any], **needs: int) -> Any:
-    """The buffer of `group`, made the current one. needs: its least sizes, by attribute.
+    """Returns `group`'s buffer, now the current one. needs: its least sizes, by attribute.
 
-    `build(**needs)` makes it, and replaces one that is too small; none of its sizes shrinks then,
-    or two kinds of layers would replace it in turns. Every rank of the group must ask for the same
-    sizes, since both are collective.
+    `build(**needs)` makes a buffer, or replaces one that is too small; no size shrinks then, or two
+    kinds of layers would replace it in turns. Every rank of the group must ask for the same sizes,
+    since both are collective.
 
-    A buffer of Weft's goes on with the exchanges of the one that it replaces. So a rank that asks
-    for other sizes by mistake still meets the others, who hear of it.
+    A new buffer of Weft's goes on with the old one's exchanges. So a rank that asks for other sizes
+    by mistake still reaches the others, who hear of it.
     """
     current = getattr(state, name)
     if not needs and current is not None and getattr(current, "group", None) is group:
@@ -332,16 +332,16 @@ def take_all(name: str) -> list[Any]:
 
 @atexit.register
 def _forget() -> None:
-    """Buffers hold process groups, whose threads end with them.
+    """Drops all buffers, and with them process groups and their threads.
 
-    A thread that outlives the interpreter and lets go of a tensor then aborts the process.
+    A thread that frees a tensor after the interpreter's end aborts the process.
     """
     for name in _STATE:
         take_all(name)
 
 
 def members(group: Any) -> list[int] | None:
-    """The ranks of a process group in its order; None if torch does not know it (any more)."""
+    """Returns a process group's ranks in order; None if torch does not know the group."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError, AttributeError):
@@ -349,6 +349,6 @@ def members(group: Any) -> list[int] | None:
 
 
 def destroy(buffer: Any) -> None:
-    """Its errors are swallowed: nothing can be done about a buffer that is given up."""
+    """Destroys a buffer and swallows its errors, as the buffer is given up anyway."""
     with contextlib.suppress(Exception):
         buffer.destroy()

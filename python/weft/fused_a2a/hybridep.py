@@ -24,8 +24,8 @@ from .replay import _hybridep_dispatch_replay_state as replay
 _BLOCKS = ("num_blocks_permute", "num_blocks_unpermute")
 _ROWS = ("num_permuted_tokens", "pad_multiple")
 _PREPROCESSING = "num_sms_preprocessing_api"
-# Arguments that may follow `num_sms_combine_api` of `HybridEPDispatch`, by the most that
-# there are: three are NeMo Automodel's, six Megatron-LM's, eight Automodel's since 0.7.0.
+# Arguments that may follow `num_sms_combine_api` of `HybridEPDispatch`, by their largest
+# number: three are NeMo Automodel's, six Megatron-LM's, eight Automodel's since 0.7.0.
 _ORDERS = {
     3: (*_ROWS, "fused"),
     6: (*_BLOCKS, "fused", *_ROWS, _PREPROCESSING),
@@ -43,10 +43,10 @@ def _has_parameter(function: Callable[..., Any], name: str) -> bool:
 
 
 class HybridEPDispatch(torch.autograd.Function):
-    """`hybrid_ep_dispatch` with autograd; arguments by position.
+    """Autograd function of `hybrid_ep_dispatch`, by position.
 
-    `_ORDERS` has those after `num_sms_combine_api`. Backward returns as many gradients as forward
-    had arguments.
+    `_ORDERS` has the arguments after `num_sms_combine_api`. Backward returns as many gradients as
+    forward had arguments.
     """
 
     @staticmethod
@@ -127,7 +127,7 @@ class _Way(NamedTuple):
     num_rows: int  # of a combine
 
     def returned(self, rows: torch.Tensor, probs: torch.Tensor | None) -> tuple:
-        """The gradients of a dispatch's tokens and probabilities."""
+        """Returns gradients of a dispatch's tokens and probs."""
         return self.buffer.combine_with_unpermute(
             hidden=rows.contiguous(),
             probs=contiguous(probs),
@@ -162,7 +162,7 @@ def _dispatched(
     num_sms_combine_api: int | None,
     options: dict[str, Any],
 ) -> tuple[tuple, _Way]:
-    """Returns what `hybrid_ep_dispatch` returns, without gradients, and the way of the rows.
+    """Does `hybrid_ep_dispatch` without gradients; returns its results and the rows' `_Way`.
     options: `_OPTIONS`."""
     options = _without_unknown(options)
     settings = {
@@ -210,7 +210,7 @@ def _dispatched(
 def _combined(
     x: torch.Tensor, handle: Any, pad_multiple: int | None, fused: bool
 ) -> tuple[torch.Tensor, _Way]:
-    """Returns what `hybrid_ep_combine` returns, without gradients, and the way of the rows."""
+    """Does `hybrid_ep_combine` without gradients; returns the tokens and the rows' `_Way`."""
     way = _Way(current_hybrid_ep_buffer(), handle, pad_multiple, fused, len(x))
     combined, _ = way.buffer.combine_with_unpermute(
         hidden=contiguous(x),
@@ -310,12 +310,12 @@ def _routing(
 
 
 def _fused_argument(name: str, fused: bool) -> dict[str, bool]:
-    # Buffers without the argument are served as long as nobody asks for it.
+    # Buffers without the argument are served as long as it is False.
     return {name: True} if fused else {}
 
 
 def _without_unknown(options: dict[str, Any]) -> dict[str, Any]:
-    """The options less those that the buffer's class is too old for, with a warning."""
+    """Drops options that the buffer's class is too old for, with a warning."""
     newer = ("fused", *_BLOCKS)
     if all(options[name] is _OPTIONS[name] for name in newer) or _knows_fused(
         state.HybridEPBuffer.dispatch_with_permute
@@ -331,8 +331,8 @@ def _without_unknown(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _order_of(rest: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names of the arguments after `num_sms_combine_api`. The third of them is `fused`, a flag,
-    where the order is an older one."""
+    """Returns the names of the arguments after `num_sms_combine_api`. In older orders the third is
+    `fused`, a flag."""
     if len(rest) > 2 and isinstance(rest[2], bool):
         return _ORDERS[3 if len(rest) == 3 else 6]
     return _ORDERS[8]

@@ -34,8 +34,8 @@ class Ranks:
         self.num_sms = 0
 
     def told(self, capacity: int | None, make: Callable[[], Any]) -> Any:
-        """make(), which is local. What fails there fails the next dispatch of the other ranks, who
-        hear the reason. capacity: rows that this rank wants to receive."""
+        """Returns make(), which is local. A failure fails the other ranks' next dispatch, with the
+        reason. capacity: rows that this rank wants to receive."""
         try:
             return make()
         except Exception:
@@ -44,10 +44,10 @@ class Ranks:
 
 
 class NcclEpBuffer:
-    """State that a dispatch leaves for its combine. It holds no tensor of the caller."""
+    """State that a dispatch leaves for its combine, without tensors of the caller."""
 
     def __init__(self, ranks: Ranks, num_local_experts: int, **sizes: int | None) -> None:
-        """sizes: see `new_nccl_ep_buffer`. Raises ValueError for an alignment that is none."""
+        """sizes: see `new_nccl_ep_buffer`. Raises ValueError for a wrong alignment."""
         alignment = sizes["alignment"]
         if alignment < 0 or alignment & (alignment - 1):
             raise ValueError(f"alignment = {alignment} (expected a power of two)")
@@ -80,11 +80,11 @@ def ensure_nccl_ep_bootstrapped(
     num_sms: int = 0,
     zero_copy: bool = False,
 ) -> None:
-    """Collective at the first call for a group; buffers that are made afterwards are for it.
+    """Sets the group of later buffers. Collective at the first call for a group.
 
     num_topk: None from versions of Megatron-LM that do not say it, such as 0.19.
-    num_sms: GPU multiprocessors of each call, 0: by Weft's table. The sizes say nothing here, since
-    buffers have theirs.
+    num_sms: GPU multiprocessors of each call, 0: by Weft's table. The sizes are unused, since
+    buffers have their own.
     Raises ValueError for `num_topk` below 1 and for `zero_copy` without a capacity. All ranks raise
     then, in the first call for a group or else in their next dispatch.
     """
@@ -120,7 +120,7 @@ def nccl_ep_finalize() -> None:
 def alloc_ep_symm_buffer(
     shape: tuple[int, ...], dtype: torch.dtype, ep_group: dist.ProcessGroup
 ) -> Tensor:
-    """Memory for `recv_tokens`, `recv_topk_weights` or `grad_out`: any, since Weft needs none."""
+    """Returns plain memory for `recv_tokens`, `recv_topk_weights`, `grad_out`, unused by Weft."""
     del ep_group
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.empty(shape, dtype=dtype, device=device)
@@ -136,7 +136,7 @@ def new_nccl_ep_buffer(
     dispatch_fwd_quant_recipe: Any = None,
     combine_bwd_quant_recipe: Any = None,
 ) -> NcclEpBuffer:
-    """A buffer of one dispatch, its combine and their backward, for the group that was set up last.
+    """Makes a buffer for a dispatch, its combine and their backward, on the group set up last.
 
     recv_capacity_per_rank: rows that this rank receives, whatever the routing; what does not fit is
     dropped, and nothing waits for a GPU. None: as many as arrive. alignment: rows of each expert
@@ -173,8 +173,8 @@ def nccl_ep_dispatch(
     recv_tokens: Tensor | None = None,
     recv_topk_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collective, on the current stream. tokens bf16, fp16 or fp32 [T, H]; topk_idx int64 or int32
-    [T, K], -1 for none; topk_weights fp32 [T, K].
+    """Sends tokens bf16, fp16 or fp32 [T, H] by topk_idx int64 or int32 [T, K], -1 for none, with
+    topk_weights fp32 [T, K]. Collective, on the current stream.
 
     Returns rows [P, H], by local expert, then source rank, then token, those of padding zero; rows
     of each expert, padding included, int64 [El] beside the tokens; the rows' weights fp32 [P].
@@ -219,7 +219,7 @@ def options_of(buffer: NcclEpBuffer) -> dict[str, Any]:
 
 
 def exchange_of(call: Call, buffer: NcclEpBuffer, device: torch.device) -> Exchange:
-    """Collective, within `call`: the exchange that its plans are made on."""
+    """Returns the exchange of the call's plans. Collective, within `call`."""
     num_experts = buffer.num_local_experts * buffer.ranks.exchanges.group.num_ranks
     # Without a capacity the number of tokens is told, and exchanges grow by themselves.
     room = MIN_TOKENS if buffer.eager else buffer.max_tokens_per_rank
@@ -228,7 +228,7 @@ def exchange_of(call: Call, buffer: NcclEpBuffer, device: torch.device) -> Excha
 
 
 def keep(buffer: NcclEpBuffer, plan: Plan) -> None:
-    """The plan, and what callers read of it."""
+    """Keeps the plan and its counts."""
     buffer.plan = plan
     buffer.tokens_per_expert = plan.padded_rows_per_expert.clone()
     if buffer.eager:
@@ -243,8 +243,8 @@ def nccl_ep_combine(
     num_local_tokens: int | None = None,
     grad_out: Tensor | None = None,
 ) -> Tensor:
-    """Collective, on the current stream. Rows [P, H] in the order of the dispatch -> [T, H], each
-    token's rows summed, unweighted: those of a rank in fp32, rounded, then over the ranks.
+    """Sums rows [P, H] in the dispatch's order into tokens [T, H], unweighted: a rank's in fp32,
+    rounded, then over the ranks. Collective, on the current stream.
 
     num_local_tokens: T; without it there are rows of zeros up to max_tokens_per_rank.
     Differentiable in `expert_out`, which is not kept. The memory of grad_out is not used.

@@ -2,8 +2,8 @@
 """Fused dispatch and combine on a `Buffer`, for the libraries that offer one, and on an
 `ElasticBuffer`, which the caller gets from `get_elastic_buffer`. buffers.py keeps the buffers.
 
-Rows are those of the receiving rank: one per token and rank, ascending by source rank, then token;
-or, by expert in one step, what a permute makes of them.
+A receiving rank's rows are one per token, ascending by source rank, then token; or, by expert in
+one step, in the order of a permute.
 """
 
 from collections.abc import Callable
@@ -42,9 +42,10 @@ class Library(NamedTuple):
     new_event: Callable[[], Any]  # an event on the current stream
 
     def begin(self, x: torch.Tensor, group: Any, streams: tuple[bool, bool]) -> tuple[Any, dict]:
-        """The buffer for `x`, and how its calls use streams: (async_finish, on_comm_stream).
+        """Returns the buffer for `x`, and its calls' stream options. streams: (async_finish,
+        allocate_on_comm_stream).
 
-        All inputs must be ready: the event stands for all the work before it.
+        All inputs must be ready: the event stands for all work before.
         """
         async_finish, allocate_on_comm_stream = streams
         is_rows = isinstance(x, Tensor) and x.ndim == 2  # the buffer's call refuses others
@@ -76,7 +77,7 @@ class Library(NamedTuple):
             handle, *metadata = recorded
             rows = waited(buffer.dispatch(x, handle=handle, **how), streams[0])[0]
             return rows, *(each.detach() for each in metadata), handle
-        if is_own:  # nobody makes a layout for it
+        if is_own:  # needs no layout
             results = buffer.dispatch_by_topk(x, indices, probs, num_experts, **how)
             rows, indices, probs, counts, handle = waited(results, streams[0])
         else:
@@ -94,14 +95,14 @@ class Library(NamedTuple):
     def return_gradients(
         self, rows: Tensor, probs: Tensor, group: Any, handle: Any, streams: tuple[bool, bool]
     ) -> list:
-        """Gradients of a dispatch's x and probabilities. These travel even where nobody asked for
-        theirs: all ranks must call alike."""
+        """Returns gradients of a dispatch's x and probabilities. The latter always travel: all
+        ranks must call alike."""
         rows, probs = rows.contiguous(), probs.float().contiguous()
         buffer, how = self.begin(rows, group, streams)
         return waited(buffer.combine(rows, handle, topk_weights=probs, **how), streams[0])
 
     def combine(self, x: Tensor, group: Any, handle: Any, streams: tuple[bool, bool]) -> Tensor:
-        """The tokens."""
+        """Sums rows."""
         rows = contiguous(x)
         buffer, how = self.begin(rows, group, streams)
         return waited(buffer.combine(rows, handle=handle, **how), streams[0])[0]
@@ -116,7 +117,7 @@ class Library(NamedTuple):
 
 
 def waited(results: tuple, async_finish: bool) -> list:
-    """Returns the results of a buffer's call without the event, which is waited for."""
+    """Waits for the event of a buffer's call; returns the other results."""
     *results, event = results
     if async_finish:
         event.current_stream_wait()
@@ -124,7 +125,7 @@ def waited(results: tuple, async_finish: bool) -> list:
 
 
 def _on_host(counts: Any) -> Tensor:
-    """int64 on the CPU."""
+    """Makes CPU int64."""
     if isinstance(counts, Tensor) and counts.dtype is torch.int64 and counts.is_cpu:
         return counts
     return torch.as_tensor(counts, dtype=torch.int64, device="cpu")
@@ -138,7 +139,7 @@ def dispatched(ctx: Any, rows: Any, indices: Any, probs: Any, counts: Any, handl
 
 
 class ExpertRows(NamedTuple):
-    """Plan and settings that the combine of a dispatch needs. It holds no tensor of the caller."""
+    """Plan and settings of a dispatch for its combine, without tensors of the caller."""
 
     plan: Plan
     num_sms: int
@@ -175,9 +176,9 @@ class Functions(NamedTuple):
         pad_multiple: int = 1,
         num_sms: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor, ExpertRows]:
-        """Collective. What a permute behind `fused_dispatch` gives, bit for bit: rows ascending by
-        local expert, source rank, token; but every row is written once, to its final place. It
-        takes the arguments of `fused_dispatch`; x bf16, fp16 or fp32 [T, H]. On the current stream.
+        """Collective. Does `fused_dispatch` and a permute, bit for bit: rows ascend by local
+        expert, source rank, token; but every row is written once, to its final place. Arguments as
+        of `fused_dispatch`; x bf16, fp16 or fp32 [T, H]. On the current stream.
 
         pad_multiple: zero rows of probability 0 fill each expert's rows up to a multiple of it.
         num_sms: GPU multiprocessors of each exchange, forward and backward; 0: by Weft's table.
@@ -212,11 +213,11 @@ class Functions(NamedTuple):
         return out.rows, out.weights, counts, handle
 
     def combine_by_expert(self, rows: Tensor, handle: ExpertRows) -> Tensor:
-        """Collective. Rows [P, H] of the dispatch that made `handle` -> tokens [T, H], as an
-        unpermute before `fused_combine` gives them, bit for bit, without a pass of its own.
+        """Collective. Sums rows [P, H] of the dispatch that made `handle` into tokens [T, H], bit
+        for bit like an unpermute and `fused_combine`, without a separate pass.
 
-        The sum of a token's rows on each rank in fp32, rounded, then over the ranks; unweighted,
-        padding rows count for nothing. Differentiable in `rows`, which is not kept for backward.
+        Sums a token's rows on each rank in fp32, rounds, then sums over ranks; unweighted, without
+        padding rows. Differentiable in `rows`, which is not kept for backward.
         """
         return weft.combine(handle.plan, rows, num_sms=handle.num_sms).x
 
@@ -372,14 +373,14 @@ def set_uccl_num_sms(num_sms: int) -> None:
 
 
 def set_uccl_num_sms_from_environment() -> None:
-    """UCCL_EP_SM_NUMS, else DEEP_EP_SM_NUMS, else 20. Raises InvalidArgument for odd numbers."""
+    """Sets UCCL_EP_SM_NUMS, else DEEP_EP_SM_NUMS, else 20. InvalidArgument for odd numbers."""
     set_uccl_num_sms(environment.number("UCCL_EP_SM_NUMS", "DEEP_EP_SM_NUMS", default=20, least=0))
 
 
 def _elastic(
     method: str, buffer: Any, x: torch.Tensor, streams: tuple[bool, bool], **arguments: Any
 ) -> list:
-    """Calls a method of an elastic buffer, and waits for it."""
+    """Calls an elastic buffer's method, and waits."""
     async_finish, allocate_on_comm_stream = streams
     # This buffer takes an earlier event only together with allocation on its own stream.
     event = buffer.capture() if async_finish and allocate_on_comm_stream else None
