@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the overlap of expert-parallel communication, and the rules that hold for them.
+"""Settings of the overlap of expert-parallel communication, and their rules.
 
 overlap = CommOverlapConfig(tp_comm_overlap=False, overlap_moe_expert_parallel_comm=True)
 apply_flex_dispatcher_backend(model_config, "hybridep")

@@ -42,7 +42,7 @@ class CommOverlapConfig:
     user_comm_overlap_cfg = None
 
     def finalize(self) -> None:
-        """Takes down the user's values, the first time only: later changes have no effect."""
+        """Copies the user's values, the first time only: later changes have no effect."""
         if self.user_comm_overlap_cfg is None:
             self.user_comm_overlap_cfg = replace(self)
 
@@ -68,7 +68,7 @@ class CommOverlapConfig:
             _write(values, ddp_config)
 
     def _get_model_comm_overlap_cfgs(self, model_config: Any, ddp_config: Any) -> dict[str, Any]:
-        """Returns what setup() writes into the model's configuration. Raises what that raises."""
+        """Returns what setup() writes into the model's configuration. Raises as setup() does."""
         user = self.user_comm_overlap_cfg
         expect(
             hasattr(model_config, "overlap_moe_expert_parallel_comm"),
@@ -89,8 +89,8 @@ class CommOverlapConfig:
         return _tensor_parallel(user, model_config) | values | _given(user, values)
 
     def _get_optimizer_overlap_cfgs(self, model_config: Any) -> dict[str, Any]:
-        """Returns what setup() writes for data parallelism: only the user's values where its size
-        is not known."""
+        """Returns what setup() writes for data parallelism: if the number of ranks is unknown, only
+        the user's values."""
         size = self.data_parallel_size
         values = _data_parallel(size or 1, model_config)
         given = _given(self.user_comm_overlap_cfg, values)
@@ -116,7 +116,7 @@ def _write(values: dict[str, Any], config: Any) -> None:
 
 
 def _tensor_parallel(user: Any, model: Any) -> dict[str, Any]:
-    """The overlap of tensor-parallel communication: off, with a warning, where it cannot work."""
+    """Sets tensor-parallel overlap: off, with a warning, where it cannot work."""
     is_on = bool(user.tp_comm_overlap)
     obstacle = _tensor_parallel_obstacle(model) if is_on else None
     if obstacle:
@@ -145,7 +145,7 @@ def _tensor_parallel_obstacle(model: Any) -> str | None:
 
 
 def _data_parallel(data_parallel_size: int, model: Any) -> dict[str, Any]:
-    """Gradients and parameters travel in buckets while the backward runs, given several ranks."""
+    """Sets that gradients and parameters travel in buckets during backward, if ranks > 1."""
     is_parallel = data_parallel_size > 1
     has_chunks = option(model, "pipeline_model_parallel_size") > 1 and _num_chunks(model) > 1
     return {
@@ -164,8 +164,8 @@ def _num_chunks(model: Any) -> int:
 def _set_moe_a2a_overlap_overrides(recipe: Any, moe_a2a_overlap: bool = False) -> Any:
     """Turns on the overlap and the delayed weight gradients in `recipe`, and returns it.
 
-    It has `model` and `comm_overlap`, which is created where it is None. False changes nothing.
-    Nothing is checked here: CommOverlapConfig.setup() does that.
+    `recipe` has `model` and `comm_overlap`, created if None. False changes nothing. Checks are left
+    to CommOverlapConfig.setup().
     """
     if not moe_a2a_overlap:
         return recipe

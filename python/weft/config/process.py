@@ -11,12 +11,12 @@ from torch.torch_version import TorchVersion
 
 
 def get_torch_version() -> str:
-    """The version of torch."""
+    """Tells torch's version."""
     return str(torch.__version__)
 
 
 def get_te_version() -> str | None:
-    """The version of Transformer Engine, or None where it is not installed."""
+    """Returns Transformer Engine's version, None if not installed."""
     try:
         return metadata.version("transformer-engine")
     except metadata.PackageNotFoundError:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the overlap of expert-parallel communication: what it goes with. validate.py says which
+"""Rules for settings beside the overlap of expert-parallel communication. validate.py says which
 rules hold where.
 
-A rule is what must hold of the settings and the reference's text for the case that it does not.
-Calling it with a configuration raises AssertionError with that text. "Megatron" is Megatron-LM's
+A rule is a condition on the settings and the reference's text if it is broken. Calling the rule
+with a configuration then raises AssertionError with that text. "Megatron" is Megatron-LM's
 model configuration, "arguments" its command line and "Bridge" Megatron-Bridge. A "b", or
 `of_bridge`, marks Bridge's own version of a rule. Where the references disagree, a comment says
 which is followed.
@@ -61,7 +61,7 @@ def graph_modules(config: Any) -> set[str]:
 
 
 def _names(entry: Any) -> list[str]:
-    """["attn"] for "attn", for an enumerator called attn, and for that enumerator as a text."""
+    """Returns ["attn"] for "attn", an enumerator called attn, and that enumerator as a text."""
     text = entry if isinstance(entry, str) else getattr(entry, "name", str(entry))
     return [part.strip().rsplit(".", 1)[-1] for part in text.split(",") if part.strip()]
 
@@ -240,7 +240,7 @@ def staged_dispatch_backward(config: Any) -> None:
 
 
 def interleaved(is_sharded: bool, num_chunks: int | None) -> None:
-    """A rank has one model chunk if parameters are sharded."""
+    """Checks for one chunk if parameters are sharded."""
     expect(
         not is_sharded or (num_chunks or 1) <= 1,
         "EP overlap 1F1B with FSDP is not supported for interleaved pipeline parallelism "

@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 
 _BLACKWELL = 10  # major number of the first GPUs whose queues do not depend on the setting
 
-# Pieces that may be recomputed: they lie inside one node.
+# Pieces that may be recomputed, each inside one node.
 RECOMPUTABLE = ("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "shared_experts")
 
 # Classes of Megatron-FSDP and of PyTorch's fully_shard, whichever of their versions.
 _SHARDED = {"MegatronFSDP", "FSDPModule"}
 
-# The layers whose pieces a plan runs: it can gather the parameters that these hold.
+# Layers whose pieces a plan runs, and whose parameters it can gather.
 UNIT_MODULES = ("TransformerLayer", "MoETransformerLayer", "MambaLayer")
 
 
 def validate_model_overlap(model_config: Any) -> None:
-    """Rules 1 to 16, 23 and 24, as Megatron-LM's model configuration has them.
+    """Checks rules 1 to 16, 23 and 24, as Megatron-LM's model configuration does.
 
     Raises AssertionError with the text of the first rule that is broken. Rank 0 logs a warning for
     ncclep with zero copy.
@@ -52,7 +52,7 @@ def validate_model_overlap(model_config: Any) -> None:
 
 
 def validate_overlap_arguments(args: Any) -> None:
-    """Rules 17 to 22, as Megatron-LM's command line has them.
+    """Checks rules 17 to 22, like Megatron-LM's command line.
 
     Raises AssertionError with the text of the first rule that is broken. Rank 0 logs a warning for
     tensor or context parallelism beside the overlap on GPUs older than Blackwell.
@@ -71,9 +71,9 @@ def validate_overlap_arguments(args: Any) -> None:
 
 
 def validate_user_overlap(user: Any, model_config: Any, ddp_config: Any = None) -> None:
-    """The rules of Megatron-Bridge for the user's values `user`, which count where they are True.
+    """Checks Megatron-Bridge's rules for the user's values `user`, where these are True.
 
-    With Megatron-FSDP also those of `validate_sharded_overlap`, which would refuse the model later.
+    With Megatron-FSDP also `validate_sharded_overlap`, which would refuse the model later.
     Raises AssertionError with the text of the first rule that is broken; TypeError where
     num_moe_experts is None; ValueError as `validate_sharded_overlap`.
     """
@@ -105,10 +105,10 @@ def _delayed_wgrad(user: Any, model: Any, ddp: Any) -> None:
 
 
 def validate_delayed_linear(model_config: Any) -> None:
-    """Is called before Transformer Engine's linear layers with delayed weight gradients are built.
+    """Checks Transformer Engine before linear layers with delayed gradients are built.
 
-    Raises RuntimeError where it is older than 2.3.0 or absent. Other implementations delay what
-    they can: `weft.overlap.DelayedLinear` needs no Transformer Engine.
+    Raises RuntimeError if it is older than 2.3.0 or absent. Other implementations delay what they
+    can: `weft.overlap.DelayedLinear` needs no Transformer Engine.
     """
     is_te = option(model_config, "transformer_impl") == "transformer_engine"
     if option(model_config, DELAY) and is_te and not process.is_te_min_version("2.3.0"):
@@ -118,12 +118,12 @@ def validate_delayed_linear(model_config: Any) -> None:
 def validate_sharded_overlap(
     model_config: Any, ddp_config: Any, fsdp_unit_modules: Sequence[type] | None = None
 ) -> None:
-    """Is called before Megatron-FSDP wraps a model. The rules are those of its adapter and of the
-    interleaved schedule.
+    """Checks, before Megatron-FSDP wraps a model, the rules of its adapter and of the interleaved
+    schedule.
 
-    Nothing is checked without ddp_config.use_megatron_fsdp. fsdp_unit_modules: classes, which are
-    told by their names, and which must be layers that plans know where parameters are sharded too;
-    None is Megatron-FSDP's own choice, which is good.
+    Checks nothing without ddp_config.use_megatron_fsdp. fsdp_unit_modules: classes, compared by
+    name, which must be layers that plans know if parameters are sharded, too; None is Megatron-
+    FSDP's own choice, which is good.
     Raises AssertionError with the text of the first rule that is broken; ValueError for version 2
     with delayed weight gradients.
     """
@@ -145,8 +145,8 @@ def validate_sharded_overlap(
 
 
 def check_overlap(config: Any) -> None:
-    """Raises AssertionError where a plan cannot give what the settings ask for, ValueError for
-    pieces to recompute that it does not know.
+    """Raises AssertionError for settings that a plan cannot serve, ValueError for unknown pieces to
+    recompute.
 
     Recomputing all of a layer, or of its experts' part, would repeat exchanges in a backward that
     the other ranks do not repeat at the same place.
@@ -159,7 +159,7 @@ def check_overlap(config: Any) -> None:
 
 
 def check_recompute(modules: Iterable[str]) -> None:
-    """Raises AssertionError for "moe", ValueError for what else does not lie inside one node."""
+    """Raises AssertionError for "moe", ValueError for other pieces not inside one node."""
     rules.recompute_moe(DispatcherConfig(recompute_modules=list(modules)))
     unknown = sorted(set(modules) - set(RECOMPUTABLE))
     if unknown:
@@ -222,7 +222,7 @@ def _advise_device_connections(config: Any) -> None:
     """Warns of tensor or context parallelism on Hopper and older GPUs, unless the parameters are
     sharded.
 
-    It wants CUDA_DEVICE_MAX_CONNECTIONS=1, while the overlap wants more. Nothing is said without
+    Such parallelism wants CUDA_DEVICE_MAX_CONNECTIONS=1, the overlap more. Does not warn without
     CUDA, since the configuration may be made on another machine.
     """
     c = Settings(config)
