@@ -61,8 +61,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The functions that backends move tokens by are here too, as in the modules that this one
-    stands for; a name that a caller puts here goes before that of `weft.fused_a2a`."""
+    """Finds the backends' functions of `weft.fused_a2a` here too, as the reference's modules do;
+    a name that a caller sets here goes first."""
     if not any(name in names for names in FUNCTIONS.values()):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from weft import fused_a2a

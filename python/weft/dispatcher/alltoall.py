@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token dispatcher over torch.distributed only: every other one is compared with it. permute.py
-orders its rows."""
+"""The token dispatcher over torch.distributed only, the reference for all others. permute.py orders
+its rows."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -94,7 +94,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Collective. [..., H] -> rows by expert [P, H] and their probabilities [P]."""
+        """Collective. Permutes [..., H] to rows by expert [P, H] with probabilities [P]."""
         expect(probs.dim() == 2, "Expected 2D tensor for probs")
         expect(routing_map.dim() == 2, "Expected 2D tensor for token2expert mask")
         expect(routing_map.dtype == torch.bool, "Expected bool tensor for mask")
@@ -121,7 +121,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return permuted.rows, permuted.probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective. Rows and probabilities over EP: tokens first, then probabilities."""
+        """Collective. Exchanges rows over EP, then their probabilities."""
         splits = self.output_splits, self.input_splits
         rows = all_to_all(hidden_states, self.ep_group, *splits)
         if self.shared_experts is not None:
@@ -140,7 +140,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return rows, self.tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Collective with TP. Rows by expert [N, H] back to the order of their arrival."""
+        """Collective with TP. Reorders rows by expert [N, H] as they arrived."""
         rows = hidden_states
         if self.num_local_experts > 1:
             by_expert = self.chunk_sizes[self.chunk_order]
@@ -155,7 +155,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         async_finish: bool = True,
         allocate_on_comm_stream: bool = True,
     ) -> Tensor:
-        """Collective. Rows over EP to the ranks that they came from. The flags change nothing."""
+        """Collective. Returns rows over EP to their source ranks. The flags change nothing."""
         del async_finish, allocate_on_comm_stream
         rows = all_to_all(hidden_states, self.ep_group, self.input_splits, self.output_splits)
         if self.shared_experts is not None:
@@ -164,7 +164,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         return rows
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Rows to tokens, in the shape of the input, with the shared experts' output added."""
+        """Sums rows to tokens in the input's shape; adds the shared experts' output."""
         tokens = unpermute(
             hidden_states,
             self.reversed_local_input_permutation_mapping,
@@ -183,7 +183,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 def all_to_all(
     rows: Tensor, group: Any, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> Tensor:
-    """Collective. Rows [sum(input_splits), ...]: input_splits[r] of them go to rank r, in order.
+    """Collective. Sends input_splits[r] of the rows [sum(input_splits), ...] to rank r, in order.
 
     Returns [sum(output_splits), ...], by source rank. Differentiable: the backward is this with the
     splits swapped.
@@ -196,7 +196,7 @@ def all_to_all(
 
 
 def gather_rows_of(rows: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
-    """Collective. The rows of all ranks, by rank; rank r brings sizes[r]. Differentiable."""
+    """Collective. Gathers all ranks' rows, sizes[r] of rank r, by rank. Differentiable."""
     num_ranks = size_of(group)
     if num_ranks == 1:
         return rows
@@ -224,7 +224,7 @@ def reduce_scatter_rows(
 
 
 def gather_counts(counts: Tensor, group: Any) -> Tensor:
-    """Collective. int64 [E] of each rank -> [R * E], by rank."""
+    """Collective. Gathers int64 [E] of each rank: [R * E]."""
     if size_of(group) == 1:
         return counts
     gathered = counts.new_empty(size_of(group) * counts.shape[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface that every token dispatcher offers to the layer around it, and its process groups."""
+"""Interface of every token dispatcher for the layer around it, and process groups."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class DispatcherGroups:
 
 
 def groups_of(source: Any) -> DispatcherGroups:
-    """Groups from a collection of either generation of names, or from one process group.
+    """Reads groups from a collection of either generation of names, or from one group.
 
     A collection has `ep`, `expt_tp`, `tp_ep`, or the same names with `_group` behind. A process
     group is the expert-parallel group; there is no tensor parallelism then.
@@ -118,17 +118,17 @@ class MoETokenDispatcher:
         self.use_nccl_stream = True
 
     def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
-        """Communication memory that the experts could write into: none."""
+        """Returns communication memory for experts' writes: none."""
         return None, None
 
     def _flatten(self, hidden_states: Tensor) -> Tensor:
-        """[..., H] -> [T, H]; the shape is kept for `_restore`."""
+        """Flattens to [T, H]; `_restore` undoes that."""
         self.hidden_shape = hidden_states.shape
         hidden = hidden_states.shape[-1]
         return hidden_states.reshape(hidden_states.numel() // max(hidden, 1), hidden)
 
     def _restore(self, hidden_states: Tensor) -> Tensor:
-        """[T, H] -> the shape of the input, with the output of the shared experts added."""
+        """Gives [T, H] the input's shape, and adds the shared experts' output."""
         hidden_states = hidden_states.reshape(self.hidden_shape)
         if self.shared_experts is None:
             return hidden_states

@@ -38,7 +38,7 @@ class ByExpertManager(_DispatchManager):
     drop_and_pad: bool
     align_size: int
 
-    _MOST_TOKENS = ("moe_max_tokens_per_rank",)  # settings that tell it
+    _MOST_TOKENS = ("moe_max_tokens_per_rank",)  # settings of the most T
     over_budget: Tensor | None = None  # bool [1] where the tokens are, over all calls
     _grown_budget = 0
     _most = 0  # tokens, see `_most_tokens`
@@ -46,7 +46,7 @@ class ByExpertManager(_DispatchManager):
     def _take(
         self, group: Any, num_local_experts: int, router_topk: int, num_experts: int, config: Any
     ) -> Settings:
-        """The arguments of Megatron-LM's backends. router_topk, num_experts count every TP rank."""
+        """Takes Megatron-LM's arguments. router_topk, num_experts count every TP rank."""
         settings = Settings(config)
         self.group = group
         self.config = config
@@ -79,8 +79,8 @@ class ByExpertManager(_DispatchManager):
         self._grown_budget = num_rows
 
     def _most_tokens(self, routing: Tensor) -> int:
-        """Returns how many tokens fixed sizes count with: the setting, or the most of any rank if
-        that is asked for, as the reference pads (collective then, and waits for a GPU), or T."""
+        """Returns the number of tokens for fixed sizes: the setting, or the most of any rank if a
+        flag says so, as the reference pads (collective then, and waits for a GPU), or T."""
         num_tokens = routing.shape[0]
         given = max(option(self.config, name) or 0 for name in self._MOST_TOKENS)
         is_sized = self.drop_and_pad or self.moe_expert_rank_capacity_factor is not None
@@ -99,7 +99,7 @@ class ByExpertManager(_DispatchManager):
         return -(-rows // align) * align
 
     def _note_overflow(self, overflow: Tensor) -> None:
-        """overflow: bool [1] of a call."""
+        """Notes a call's bool [1]."""
         if self.over_budget is None or self.over_budget.device != overflow.device:
             self.over_budget = torch.zeros_like(overflow)
         self.over_budget |= overflow

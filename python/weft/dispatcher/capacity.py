@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows an expert gets: capacity, padding for quantised products, and drop-and-pad."""
+"""Numbers of rows per expert: capacity, padding for quantised products, drop-and-pad."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .permute import gather_rows, sum_rows
 def get_capacity(
     num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None
 ) -> int:
-    """ceil(num_tokens / num_experts * capacity_factor), at least `min_capacity`."""
+    """Is ceil(num_tokens / num_experts * capacity_factor), or `min_capacity`."""
     capacity = math.ceil(num_tokens / num_experts * capacity_factor)
     return capacity if min_capacity is None else max(capacity, min_capacity)
 
@@ -37,7 +37,7 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
 
 def get_align_size_for_quantization(config: Any) -> int:
-    """The multiple of rows that the experts' matrix products want; 0: any."""
+    """Returns the row multiple of experts' matrix products; 0: any."""
     c = Settings(config)
     if c.use_transformer_engine_op_fuser or c.moe_use_grouped_tensor:
         return 256
@@ -59,17 +59,17 @@ def skip_routed_expert_padding(config: Any) -> bool:
 
 
 def limit_to_capacity(routing_map: Tensor, probs: Tensor, capacity: int) -> Tensor:
-    """The map with at most `capacity` entries for each expert, the first ones.
+    """Keeps each expert's first `capacity` entries of the map.
 
-    Entries of probability 0 go too: routers set them to fill an expert up to its capacity, which
-    needs no tokens here.
+    Also clears entries of probability 0: routers set them to fill an expert up to its capacity,
+    which needs no tokens here.
     """
     is_routed = routing_map & (probs.detach() != 0)
     return is_routed & (is_routed.cumsum(0) <= capacity)
 
 
 class FixedCapacity:
-    """Rows arrive in blocks as long as they happen to be, and are spread to equal blocks.
+    """Spreads rows that arrive in blocks of any length to equal blocks.
 
     Zero rows, which no link has to carry, fill the blocks. Nothing waits for a GPU.
     """
@@ -92,7 +92,7 @@ class FixedCapacity:
         self._num_arrived = 0
 
     def spread(self, rows: Tensor, probs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """rows [P, H], probs [P], int64 counts [El] -> rows [num_rows, H], probs [num_rows]."""
+        """Spreads rows [P, H], probs [P], by int64 counts [El], to [num_rows, H], [num_rows]."""
         self._num_arrived = rows.shape[0]
         counts = counts.to(rows.device, non_blocking=True)
         begin = counts.cumsum(0) - counts
@@ -104,5 +104,5 @@ class FixedCapacity:
         return gather_rows(rows, self._arrived, has_absent=True), probs.squeeze(1)
 
     def gather_back(self, rows: Tensor) -> Tensor:
-        """Rows in equal blocks [num_rows, H] -> the places where they arrived [P, H]."""
+        """Moves rows in equal blocks [num_rows, H] back to their places [P, H]."""
         return sum_rows(rows, self._arrived, self._num_arrived, has_absent=True)

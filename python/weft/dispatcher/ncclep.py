@@ -13,7 +13,7 @@ from .by_expert import ByExpertManager
 from .config import check_ncclep
 from .manager import as_float32, chosen_experts
 
-_TOKEN_ALIGNMENT = 64  # of the number of tokens that budgets count with
+_TOKEN_ALIGNMENT = 64  # of the tokens in a budget
 
 
 class _NCCLEPManager(ByExpertManager):
@@ -60,8 +60,8 @@ class _NCCLEPManager(ByExpertManager):
 
     @property
     def _zc_bwd_token_buf(self) -> Tensor | None:
-        """Memory for the gradient of the last received rows, into which Megatron-LM's schedule
-        copies it with moe_ncclep_zero_copy. Any will do here. None before a dispatch."""
+        """Returns memory, any, for the gradient of the last received rows, which Megatron-LM's
+        schedule copies with moe_ncclep_zero_copy. None before a dispatch."""
         if not self._received:
             return None
         shape, dtype, device = self._received
@@ -125,8 +125,8 @@ class _NCCLEPManager(ByExpertManager):
 
 
 def _check_low_precision_experts() -> None:
-    """Raises ValueError where Transformer Engine's grouped experts in FP8 or FP4 do not run that
-    ignore unused rows."""
+    """Raises ValueError unless Transformer Engine's grouped FP8 or FP4 experts that ignore unused
+    rows can run."""
     from weft.compat import environment
 
     text = "ncclep: moe_expert_rank_capacity_factor with fp8 or fp4 needs"
@@ -137,8 +137,8 @@ def _check_low_precision_experts() -> None:
 
 
 def nccl_ep_release_context() -> None:
-    """Closes what "ncclep" has set up, on every rank before the process groups go; a later dispatch
-    sets it up anew."""
+    """Closes the exchanges of "ncclep", on every rank before the process groups go; a later
+    dispatch makes new ones."""
     from weft import fused_a2a
 
     fused_a2a.nccl_ep_finalize()

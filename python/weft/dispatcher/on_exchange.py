@@ -24,8 +24,8 @@ _Kinds = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of an expert's tenso
 
 
 class _Shared:
-    """Exchanges and balances of all layers of a process group. Collective where one is made: if
-    only one rank makes it, that rank meets the others in their call on what was used last."""
+    """Exchanges and balances of all layers of a process group. Making one is collective: a rank
+    that makes one alone makes the others' call on the last one fail."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._exchanges = ExchangePool(Group.of(group), timeout_of())
@@ -33,7 +33,7 @@ class _Shared:
         self._last: Balance | None = None
 
     def exchange(self, hidden: Tensor, num_experts: int, topk: int, **options: Any) -> Exchange:
-        """options: of the plan and dispatch that it is for."""
+        """options: of the plan and dispatch to come."""
         key = (hidden.size(1), num_experts, hidden.device)
         exchange = self._exchanges.get(key, MIN_TOKENS, topk, "plan_and_dispatch", options)
         self._exchanges.last = exchange
@@ -85,7 +85,7 @@ class _ExchangeManager(ByExpertManager):
 
     @property
     def plan(self) -> Plan:
-        """Plan of the last dispatch, until its combine."""
+        """The last dispatch's plan, until its combine."""
         return self.handle
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
@@ -136,7 +136,7 @@ class _ExchangeManager(ByExpertManager):
         return tokens
 
     def balance(self, kinds: _Kinds) -> Balance:
-        """Returns the `Balance` that brings such weights to the replicas of the last dispatch."""
+        """Returns the `Balance` for such weights and the last dispatch's replicas."""
         return self._of_group().balance(self.plan.exchange, self.replicas, kinds)
 
     def _of_group(self) -> _Shared:

@@ -39,7 +39,7 @@ def permute(
     align_size: int = 0,
     return_batch_invariant_inverse_map: bool = False,
 ) -> Permuted:
-    """One row for each set entry of the map: by expert, and inside an expert by token.
+    """Makes a row per set entry of the map: by expert, and inside an expert by token.
 
     tokens [T, H]; routing_map bool [T, E]; probs [T, E] of any float dtype. Differentiable in
     tokens and probs.
@@ -88,7 +88,7 @@ def unpermute(
     pad_offsets: Tensor | None = None,
     batch_invariant_inverse_map: Tensor | None = None,
 ) -> Tensor:
-    """Rows back to tokens: each token is the sum of its rows.
+    """Sums each token's rows, back into tokens.
 
     permuted_tokens [P, H] and the row_token that `permute` gave; restore_shape (T, H).
     probs [T, E] with the routing_map weigh the rows first. Returns [T, H] in the rows' dtype;
@@ -137,7 +137,7 @@ def _numbers(values: Tensor | Sequence[int]) -> list[int]:
 
 
 def _set_entries(routing_map: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Token and expert of the first `count` set entries, expert by expert."""
+    """Returns token and expert of the first `count` set entries, by expert."""
     num_tokens = max(routing_map.shape[0], 1)
     # A stable sort puts the set entries first and keeps their order; nonzero() would wait.
     by_expert = routing_map.T.reshape(-1).to(torch.int8)
@@ -146,7 +146,7 @@ def _set_entries(routing_map: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _first_of_each_expert(routing_map: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Token (T where there is none) and expert of `capacity` rows of each expert."""
+    """Returns token (T: none) and expert of `capacity` rows of each expert."""
     num_tokens, num_experts = routing_map.shape
     is_set, token = routing_map.T.to(torch.int8).sort(dim=1, descending=True, stable=True)
     token = token.masked_fill(is_set == 0, num_tokens)[:, :capacity]
@@ -175,7 +175,7 @@ def _with_padding(
 def _expert_of_rows(
     token: Tensor, routing_map: Tensor, drop_and_pad: bool, pad_offsets: Tensor | None
 ) -> Tensor:
-    """The expert of each row that `permute` made; any expert for a padding row."""
+    """Returns the expert of each row of `permute`; any for a padding row."""
     num_experts = routing_map.shape[1]
     row = torch.arange(token.shape[0], device=token.device)
     if drop_and_pad:
@@ -188,26 +188,26 @@ def _expert_of_rows(
 
 
 def _pick(probs: Tensor, token: Tensor, expert: Tensor, has_absent: bool) -> Tensor:
-    """`probs[token, expert]`, 0 where there is no token."""
+    """Gets `probs[token, expert]`, 0 without a token."""
     entry = token * probs.shape[1] + expert  # behind the last entry where there is no token
     return _gather(probs.reshape(-1, 1), entry, has_absent).squeeze(1)
 
 
 def gather_rows(rows: Tensor, index: Tensor, has_absent: bool = False) -> Tensor:
-    """`rows[index]`: [T, H], int64 [P] -> [P, H]; differentiable.
+    """Gathers `rows[index]`: [T, H], int64 [P] -> [P, H]; differentiable.
 
-    has_absent: `index` may hold T, which gives a zero row. Without it no index is looked at, so
-    that nothing waits for a GPU.
+    has_absent: `index` may hold T, which gives a zero row. Otherwise no index is read, so that
+    nothing waits for a GPU.
     """
     return _MoveRows.apply(rows, index, None, has_absent)
 
 
 def sum_rows(rows: Tensor, index: Tensor, num_rows: int, has_absent: bool = False) -> Tensor:
-    """[P, H], int64 [P] -> [num_rows, H]: output row t is the sum of the rows with index t.
+    """Sums rows by index, [P, H], int64 [P] -> [num_rows, H]: row t has those of index t.
 
     Rows are added in ascending order in fp32 (fp64 for fp64) and rounded once, so that the result
-    is the same bit for bit on every run; a row that nothing names is zero. Rows whose index is
-    `num_rows` go nowhere. Differentiable.
+    is the same bit for bit on every run; a row without an index is zero. Rows with index `num_rows`
+    are dropped. Differentiable.
     """
     return _MoveRows.apply(rows, index, num_rows, has_absent)
 

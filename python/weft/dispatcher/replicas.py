@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hook on a module of grouped experts that has it compute with replicas: between
-`dispatch_postprocess` and `combine_preprocess` it finds the weights of all places of its rank where
-its own were. on_exchange.py sends rows there."""
+"""A hook that makes a module of grouped experts compute with replicas: between
+`dispatch_postprocess` and `combine_preprocess` the module's weights are those of all places of its
+rank. on_exchange.py sends rows there."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ _COUNT = "num_local_experts"  # that modules reshape their weights by
 
 
 class ReplicatedExperts:
-    """The experts of one layer. An optimizer, a checkpoint and data parallelism see their own."""
+    """Experts of a layer. Optimizers, checkpoints and data parallelism see only the rank's own."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ReplicatedExperts:
         self._loan: tuple[Any, Any] | None = None
 
     def lend(self, manager: _ExchangeManager, rows: Tensor) -> Tensor:
-        """Collective. The module has the weights of all places from now on."""
+        """Collective. Gives the module the weights of all places."""
         self._end()
         given = [getattr(module, name) for module, name, _ in self._parts.values()]
         masters = [
@@ -102,5 +102,5 @@ def _like(weight: Any, places: Any) -> Any:
 
 
 def _shaped(weight: Tensor, shape: list[int]) -> Tensor:
-    """The parameter itself where it may be: a queue of gradients has to know it."""
+    """Views weight as shape, or returns the parameter itself, which a queue must know."""
     return weight if list(weight.shape) == shape else weight.view(shape)
