@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped SwiGLU experts whose weight gradients may be delayed.
 
-Rows behind the last expert's end are not read. In a product they become zero, but undefined on a
-GPU in bf16. The activation is one kernel on GPUs, which does not touch them, so that a row budget
-costs no time. The kernels are in swiglu_triton.py.
+Rows behind the last expert's end are not read. A product makes them zero, but undefined on a GPU in
+bf16. The activation is one kernel on GPUs, which skips such rows, so that a row budget costs no
+time. The kernels are in swiglu_triton.py.
 """
 
 import functools
@@ -52,7 +52,7 @@ class DelayedExperts(DelayedWgradModule):
         return grouped_product(act, self.down, ends, self._queue())
 
     def _activate(self, inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
-        """silu(gate) * value * prob. inner [P, 2 W]: gate and value; probs [P] -> [P, W]."""
+        """Returns silu(gate) * value * prob, [P, W], of inner [P, 2 W] and probs [P]."""
         if inner.is_cuda and inner.dtype == torch.bfloat16 and _HAS_TRITON:
             from .swiglu_triton import Swiglu
 
@@ -65,9 +65,9 @@ class DelayedExperts(DelayedWgradModule):
 
 
 def row_ends(counts: Tensor, rows: Tensor) -> Tensor:
-    """int64 [El] rows of each expert -> int32 [El], where each one's end, beside `rows`.
+    """Turns counts int64 [El] into ends of experts' rows, int32 [El], on rows' device.
 
-    Counts on the host are added up there: one copy reaches a GPU, and no kernel is launched.
+    Sums host counts there: one copy reaches a GPU, and no kernel is launched.
     """
     if counts.is_cuda or not rows.is_cuda:
         return counts.to(rows.device).cumsum(0).to(torch.int32)
@@ -79,9 +79,9 @@ def row_ends(counts: Tensor, rows: Tensor) -> Tensor:
 def grouped_product(
     rows: Tensor, weights: Tensor, ends: Tensor, queue: WeightGradientQueue | None = None
 ) -> Tensor:
-    """rows [P, A] by expert, weights [El, A, B], ends of `row_ends` -> [P, B]. Differentiable.
+    """Multiplies rows [P, A] by experts' weights [El, A, B]: [P, B]. Differentiable.
 
-    queue: what computes the gradient of `weights` later; None: the backward does.
+    ends: of `row_ends`. queue: computes the gradient of `weights` later; None: backward does.
     """
     return _GroupedProduct.apply(rows, weights, ends, queue)
 
@@ -101,8 +101,8 @@ class _GroupedProduct(torch.autograd.Function):
             gradient = functools.partial(weight_gradient, rows, grad, ends)
             grad_weights = now_or_later(ctx.queue, ctx.weights, gradient)
             del gradient
-        # The rows have served, unless the graph is kept or the queue has them: their gradient,
-        # which is as large, may have their memory. Here the backward of a layer needs the most.
+        # Frees the rows, unless the graph is kept or the queue has them, for their gradient, which
+        # is as large. Here the backward of a layer needs the most memory.
         ctx.maybe_clear_saved_tensors()
         del rows
         if ctx.needs_input_grad[0]:

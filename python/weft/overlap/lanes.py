@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two lanes of a schedule: the caller's stream computes, one more stream exchanges tokens.
-nodes.py runs on them. Whoever wants to see a schedule can have a list of what it issued on which.
+nodes.py runs on them. `record_issue_order` lists what a schedule issued on which lane.
 
 Without CUDA both are torch.cpu's streams: work runs where it is issued, in that order.
 """
@@ -29,18 +29,18 @@ def set_streams(comm_stream: Any = None, high_priority: bool = False) -> None:
 
 
 def _device() -> Any:
-    """torch.cuda, or torch.cpu, whose streams and events do nothing."""
+    """Picks torch.cuda, or torch.cpu, whose streams do nothing."""
     return torch.cuda if torch.cuda.is_available() else torch.cpu
 
 
 def get_comm_stream() -> Any:
-    """The stream of `set_streams`; made with its defaults if there is none yet."""
+    """Returns the stream of `set_streams`, made with its defaults if needed."""
     set_streams()
     return _comm_stream
 
 
 def get_comp_stream() -> Any:
-    """torch's current stream."""
+    """Gets the current stream."""
     return _device().current_stream()
 
 
@@ -50,17 +50,17 @@ def lane_of(stream: Any) -> str:
 
 
 def new_event() -> Any:
-    """Makes the event that one micro-batch's nodes wait for and move on."""
+    """Makes the event that a micro-batch's nodes wait for and record."""
     return _device().Event()
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Has `stream` as torch's current stream."""
+    """Makes `stream` torch's current stream."""
     return _device().stream(stream)
 
 
 def join_lanes() -> None:
-    """The current stream waits for all that the communication stream was given."""
+    """Makes the current stream wait for all work of the communication stream."""
     get_comp_stream().wait_stream(get_comm_stream())
 
 
@@ -82,10 +82,9 @@ _open_logs: list[list[Step]] = []
 
 @contextmanager
 def record_issue_order() -> Iterator[list[Step]]:
-    """The list that every step of this process goes to while the context is open.
+    """Yields a list that gets every step of this process while the context is open.
 
-    A step is there from the moment it begins, also if it then throws. Nodes that do nothing are
-    not.
+    A step is listed when it begins, also if it then throws. Nodes that do nothing are not listed.
     """
     log: list[Step] = []
     _open_logs.append(log)

@@ -77,7 +77,7 @@ class TransformerLayer(nn.Module):
     def pre_dispatch(
         self, x: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """-> what travels and its probabilities, the residual, the shared experts' output."""
+        """Returns rows to send, their probs, the residual, the shared experts' output."""
         residual = self.attend(x, mask)
         y = self._run("layernorm", self.pre_mlp_norm, residual)
         shared_output = None
@@ -88,16 +88,16 @@ class TransformerLayer(nn.Module):
         return hidden, probs, residual, shared_output
 
     def dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective. -> rows as they arrive, and their probabilities."""
+        """Collective. Returns rows as they arrive, and their probs."""
         return self.dispatcher.token_dispatch(hidden, probs)
 
     def compute(self, rows: Tensor, row_probs: Tensor) -> Tensor:
-        """The routed experts."""
+        """Runs routed experts."""
         rows, counts, row_probs = self.dispatcher.dispatch_postprocess(rows, row_probs)
         return self.dispatcher.combine_preprocess(self.moe.experts(rows, counts, row_probs))
 
     def combine(self, rows: Tensor, residual: Tensor, shared_output: Tensor | None) -> Tensor:
-        """Collective. -> the layer's output."""
+        """Collective. Makes the output."""
         y = self.dispatcher.combine_postprocess(self.dispatcher.token_combine(rows))
         if shared_output is not None:
             y = y + shared_output
@@ -108,11 +108,11 @@ class TransformerLayer(nn.Module):
         return self._finish(x + self._run("mlp", self.mlp, y))
 
     def slot(self, node: str) -> list[nn.Module]:
-        """The modules whose weight gradients come with those of "pre_dispatch" or "mlp".
+        """Returns modules whose weight gradients come with "pre_dispatch" or "mlp".
 
         A subclass's own modules come with "pre_dispatch", whose turn is after all backwards of the
-        layer: mtp_post_process has no turn of its own. What that uses of other owners, such as an
-        output layer, is added here by the subclass.
+        layer: mtp_post_process has no turn of its own. A subclass adds modules that it uses of
+        other owners, such as an output layer.
         """
         experts = [self.moe.experts] if self.is_moe else [self.pre_mlp_norm, self.mlp]
         if node == "mlp":
@@ -202,8 +202,8 @@ class ModelChunk(nn.Module):
         padding_mask: Any = None,
         **others: Any,
     ) -> TransformerModelChunkSchedulePlan:
-        """The plan of one micro-batch, by Megatron-LM's arguments. others: those of the plan by
-        keyword.
+        """Makes a micro-batch's plan, by Megatron-LM's arguments. others: the plan's keyword
+        arguments.
 
         Raises NotImplementedError for what is of no use here, unless it is None, False or {}, and
         AssertionError for settings that `check_overlap` refuses.

@@ -24,7 +24,7 @@ def as_tuple(values: Any) -> tuple[Any, ...]:
 
 
 def detached(tensor: Any) -> Any:
-    """A leaf with the same values, that wants a gradient if `tensor` does."""
+    """Returns a leaf of the same values that wants a gradient if `tensor` does."""
     if not isinstance(tensor, Tensor):
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
@@ -85,7 +85,7 @@ class ScheduleNode:
         self.inputs: tuple[Any, ...] | None = None
         self.output: Any = None
         self._stream = stream
-        self._handed: list[Tensor] = []  # on to later nodes, beside the outputs
+        self._handed: list[Tensor] = []  # to later nodes, beside the outputs
         self._copies: list[Tensor] = []
 
     @property
@@ -95,7 +95,7 @@ class ScheduleNode:
         return self._stream
 
     def forward(self, inputs: Any = ()) -> Any:
-        """A tensor or a tuple of them -> what forward_func makes of detached copies."""
+        """Returns forward_func of detached copies of one or several inputs."""
         given = as_tuple(inputs)
         with self._issued("fwd"):
             lanes.known_to(given, self.stream)
@@ -106,7 +106,7 @@ class ScheduleNode:
         return self.output
 
     def backward(self, output_grad: Any) -> Any:
-        """Gradients of the outputs, as many as there are -> those of the inputs (None: has none).
+        """Returns the inputs' gradients (None: has none) by those of all outputs.
 
         Raises AssertionError before the forward, after a backward, or for another number of
         gradients.
@@ -138,7 +138,7 @@ class ScheduleNode:
 
     @contextmanager
     def _issued(self, what: str) -> Iterator[None]:
-        """On this node's stream, after the micro-batch's last step."""
+        """Runs on this node's stream, after the micro-batch's last step."""
         self._note(what)
         self.event.wait(self.stream)
         with lanes.on_stream(self.stream):
@@ -172,9 +172,9 @@ class TransformerLayerNode(ScheduleNode):
         self.post_backward_hooks: list[Callable[[], None]] = []
 
     def detach(self, tensor: Tensor) -> Tensor:
-        """A detached copy of `tensor` for a later node of this layer.
+        """Returns a detached copy of `tensor` for a later node.
 
-        Its gradient is there when this node's backward comes, which feeds it back.
+        This node's backward takes the copy's gradient, complete by then.
         """
         copy = detached(tensor)
         self._handed.append(tensor)
@@ -182,7 +182,7 @@ class TransformerLayerNode(ScheduleNode):
         return copy
 
     def use(self, tensor: Tensor) -> Tensor:
-        """`tensor`, which an earlier node detached, now also used on this node's stream."""
+        """Marks `tensor`, detached by an earlier node, as used on this node's stream."""
         lanes.known_to([tensor], self.stream)
         return tensor
 
@@ -199,9 +199,9 @@ class TransformerLayerNode(ScheduleNode):
         return input_grads
 
     def backward_dw(self) -> None:
-        """The weight gradients that the backward left, on the same stream.
+        """Computes weight gradients that backward left, on its stream.
 
-        Does not touch the micro-batch's event: the next exchange need not wait for them.
+        Leaves the micro-batch's event: the next exchange need not wait for the gradients.
         """
         if not self.bwd_dw_callables:
             return
@@ -232,9 +232,9 @@ class NoopScheduleNode:
 
 
 class AbstractSchedulePlan:
-    """Calls that a training loop may make of a plan."""
+    """Calls of a training loop on a plan."""
 
     @staticmethod
     def run(f_schedule_plan: Any, b_schedule_plan: Any, b_grad: Any = None, **hooks: Any) -> Any:
-        """The forward of one plan woven into the backward of another; either may be None."""
+        """Weaves one plan's forward into another's backward; either may be None."""
         raise NotImplementedError

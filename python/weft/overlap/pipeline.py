@@ -38,7 +38,7 @@ class PipelineShape:
     num_micro_batches: int = 1  # a multiple of num_ranks
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a shape that is none."""
+        """Raises ValueError for an invalid shape."""
         pipeline_order(self)
 
     def is_first(self, chunk: int) -> bool:
@@ -63,18 +63,18 @@ def pipeline_order(
 
 
 def forward_order(shape: PipelineShape) -> list[VirtualStage]:
-    """The forwards of every rank: num_ranks micro-batches through one chunk, then the next."""
+    """Lists every rank's forwards: num_ranks micro-batches through a chunk, then the next."""
     return [f for f, _ in pipeline_order(shape) if f is not None]
 
 
 def backward_order(shape: PipelineShape) -> list[VirtualStage]:
-    """The backwards of every rank: as the forwards, from the last chunk to the first."""
+    """Lists every rank's backwards: like forwards, from the last chunk to the first."""
     return [b for _, b in pipeline_order(shape) if b is not None]
 
 
 def num_warm_up(shape: PipelineShape) -> int:
-    """Forwards before the first backward: one more than without overlap, so that a forward and the
-    backward beside it need nothing of each other."""
+    """Counts forwards before the first backward: one more than without overlap, so that a forward
+    is independent of the backward beside it."""
     return sum(b is None for _, b in pipeline_order(shape))
 
 
@@ -101,7 +101,7 @@ def combined_1f1b_schedule_for_interleaved_pipelining(
     output_grad: Callable[[Tensor], Tensor] = torch.ones_like,
     no_sync_func: Callable[[int], Context] = lambda chunk: nullcontext(),
 ) -> list[Tensor]:
-    """Collective. Warm-up forwards, pairs of a forward and a backward, the backwards left over.
+    """Collective. Runs warm-up forwards, forward-backward pairs, then the other backwards.
 
     build_plan(stage): the plan of a micro-batch in a chunk, called when its forward comes; the
     input of all but the model's first stage comes from `link`. output_grad: the gradient of an
@@ -125,7 +125,7 @@ def combined_1f1b_schedule_for_no_pipelining(
     output_grad: Callable[[Tensor], Tensor] = torch.ones_like,
     no_sync_func: Callable[[], Context] = nullcontext,
 ) -> list[Tensor]:
-    """Collective. F0; each backward with the next forward; the last backward.
+    """Collective. Runs F0; each backward with the next forward; the last.
 
     build_plan(i): the plan of micro-batch i, called when its forward comes. output_grad: the
     gradient of an output, e.g. the loss scale. no_sync_func: a context around all but the last
@@ -148,7 +148,7 @@ def sequential_schedule_for_no_pipelining(
     output_grad: Callable[[Tensor], Tensor] = torch.ones_like,
     no_sync_func: Callable[[], Context] = nullcontext,
 ) -> list[Tensor]:
-    """Collective. The same nodes with nothing woven: F0, B0, F1, B1, ..."""
+    """Collective. Runs the same nodes in turn: F0, B0, F1, B1, ..."""
     with _one_stage(build_plan, num_micro_batches, output_grad) as pipeline:
         for stage in forward_order(pipeline.shape):
             is_last = stage.micro_batch == num_micro_batches - 1
@@ -160,7 +160,7 @@ def sequential_schedule_for_no_pipelining(
 
 @dataclass
 class _Pipeline:
-    """The micro-batches that are under way on this rank. An error in its context drops them all."""
+    """Micro-batches in progress on this rank. An error in the context drops them all."""
 
     shape: PipelineShape
     build_plan: Callable[[VirtualStage], Plan]

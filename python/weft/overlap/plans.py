@@ -26,7 +26,7 @@ from .wgrad import delayed_modules, drop_pending
 
 
 class FreedInputs(NamedTuple):
-    """Flags: nodes of an MoE layer that give up their input. pre_dispatch and dense layers do
+    """Flags of an MoE layer's nodes that free their input. pre_dispatch and dense layers do
     not."""
 
     moe_dispatch: bool = False
@@ -39,12 +39,12 @@ _KEEPING = ("deepep", "deepepv2", "uccl_ep", "hybridep", "ncclep")
 
 
 def freed_inputs(dispatcher: Any, preprocess_in_graph: bool = False) -> FreedInputs:
-    """The rules for a token dispatcher.
+    """Returns a dispatcher's flags.
 
-    Experts in FP8 or FP4 save a copy of their own. One expert on its own behind the all-to-all
-    gets the rows as they arrived, and saves them; the other dispatchers permute them first, except
-    where they say that received rows are the experts' input ("hybridep" and "ncclep" if they say
-    nothing). Flex backends keep what they sent.
+    Experts in FP8 or FP4 save a copy of their own. A rank's single expert behind the all-to-all
+    gets rows as they arrived, and saves them; other dispatchers permute them first, unless they say
+    that received rows are the experts' input ("hybridep" and "ncclep" by default). Flex backends
+    keep what they sent.
     preprocess_in_graph: the input of moe_dispatch is static memory of a CUDA graph.
     The experts' last operation must not save its output, which moe_combine frees.
     """
@@ -85,8 +85,8 @@ class PairStep(NamedTuple):
         return self.action in ("forward", "backward", "backward_dw")
 
     def run(self, owner: Any, values: list[Any]) -> None:
-        """The node in the plan of a chunk or a layer, which may not have it. values: what the
-        forward has made so far, and the gradient that the backward has."""
+        """Runs the step's node of a chunk's or layer's plan, if it has one. values: the forward's
+        result so far, and the backward's gradient."""
         node = getattr(owner, self.node)
         if node is None:
             return
@@ -100,7 +100,7 @@ class PairStep(NamedTuple):
 def pair_order(
     forward_layers: int | None, backward_layers: int | None, early_attention_release: bool
 ) -> tuple[PairStep, ...]:
-    """None: no micro-batch runs forward, or backward."""
+    """Returns steps; None: nothing runs that way."""
     steps = _core.pair_order(forward_layers, backward_layers, early_attention_release)
     return tuple(PairStep(*step) for step in steps)
 
@@ -370,15 +370,15 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         return len(self.layers)
 
     def receive(self, hidden: Tensor) -> None:
-        """`hidden` is what goes into the first layer; its gradient goes to post_backward."""
+        """Sets the first layer's input, whose gradient goes to post_backward."""
         self.state.decoder_input = hidden.detach().requires_grad_()
 
     def record_current_stream(self) -> None:
-        """The next node waits for what the current stream was given."""
+        """Makes the next node wait for the current stream."""
         self.event.record(lanes.get_comp_stream())
 
     def wait_current_stream(self) -> None:
-        """The current stream waits for the last node."""
+        """Has the current stream wait for the last node."""
         self.event.wait(lanes.get_comp_stream())
 
     def release_state(self) -> None:
@@ -391,7 +391,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         self.state.drop()
 
     def abandon(self) -> None:
-        """Drops what a stopped schedule left, in the model too, which then can be used again."""
+        """Drops a stopped schedule's leftovers, also in the model, which stays usable."""
         self.release_state()
         drop_pending(self.model)
         for layer in self.layers:
@@ -410,7 +410,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         post_forward: Callable[..., None] | None = None,
         post_backward: Callable[..., None] | None = None,
     ) -> Any:
-        """Collective. The forward of f_schedule_plan and the backward of b_schedule_plan.
+        """Collective. Runs f_schedule_plan's forward and b_schedule_plan's backward.
 
         b_grad: the gradient of b's output. Returns f's output; a decoder_input of b has its
         gradient. Hooks, for a pipeline: pre_forward(vp_stage), pre_backward(vp_stage) on the
@@ -442,8 +442,8 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
 
 
 class _Pair:
-    """The forward of plan `f` and the backward of plan `b`, either of which may be None, on their
-    way. The methods after `run` are the steps that are not of a node.
+    """A running forward of plan `f` and backward of plan `b`; either may be None. The methods after
+    `run` are steps without a node.
 
     Raises AssertionError for a backward without a gradient.
     """

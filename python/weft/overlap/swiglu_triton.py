@@ -42,7 +42,7 @@ def _launch(kernel: Any, rows: int, width: int, ends: Tensor, *given: Tensor) ->
 
 @triton.jit
 def _span(ends, num_ends, num_rows, ROWS: tl.constexpr):
-    """First row of this program, and the end of those that are in use."""
+    """Returns this program's first row, and the end of its used rows."""
     first = tl.program_id(0) * ROWS
     last = tl.minimum(tl.minimum(first + ROWS, num_rows), tl.load(ends + num_ends - 1))
     return first.to(tl.int64), last
@@ -50,7 +50,7 @@ def _span(ends, num_ends, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _load(inner, probs, row, width, cols, inside, is_row):
-    """gate, value and prob of a row, in fp32."""
+    """Loads gate, value, prob of rows as fp32."""
     at = inner + row * 2 * width + cols
     gate = tl.load(at, inside, 0.0).to(tl.float32)
     value = tl.load(at + width, inside, 0.0).to(tl.float32)

@@ -28,7 +28,7 @@ class WeightGradientQueue:
         self._pending.append((weight, gradient))
 
     def add_hook(self, hook: Callable[[], None]) -> None:
-        """Called each time `run` has emptied the queue: here gradients go to other ranks."""
+        """Adds a hook for each time `run` has emptied the queue, e.g. to reduce gradients."""
         self._hooks.append(hook)
 
     def run(self) -> None:
@@ -57,7 +57,7 @@ class WeightGradientQueue:
 def now_or_later(
     queue: WeightGradientQueue | None, weight: nn.Parameter, gradient: Callable[[], Tensor]
 ) -> Tensor | None:
-    """The gradient of `weight`; None if there is a queue, which then has its computation."""
+    """Returns the gradient of `weight`; None if a queue gets the computation."""
     return gradient() if queue is None else queue.put(weight, gradient)
 
 
