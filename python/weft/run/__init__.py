@@ -82,7 +82,7 @@ def _say(text: str) -> None:
 
 
 def report(found: dict[str, Any], names: Sequence[str]) -> str:
-    """found: by process, what it has told (`weft.stats`)."""
+    """Makes the report of `weft.stats` by process."""
     first, *more = page.lines(found)
     names_asked = "" if found else f" (as {' or '.join(names)})"
     return "\n".join([f"weft run: {first}{names_asked}", *more])
@@ -144,8 +144,8 @@ def _environment(names: Sequence[str], counts: str) -> dict[str, str]:
 
 
 def _status_of(command: list[str], environment: dict[str, str]) -> int:
-    """Signals are handed on, but those that a terminal sends to the command, too. All wait for its
-    end. OSError: it cannot be started."""
+    """Runs the command to its end; returns its status. Passes on signals, but not those that a
+    terminal sends to it anyway. OSError: cannot start."""
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 

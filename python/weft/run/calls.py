@@ -29,7 +29,7 @@ _is_forked = False  # exchanges, and what they have waited, are the parent's
 
 
 def count(name: str) -> None:
-    """One more call of this name."""
+    """Counts a call of this name."""
     try:
         _counts[name] += 1  # no other thread comes in between; a lock would cost more than this
     except KeyError:
@@ -55,7 +55,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _keep(name: str) -> None:
-    """From now on the file has this call, unless the disk is full; the first begins the thread."""
+    """Gives the call a line in the file, unless the disk is full; the first starts the thread."""
     global _file, _writer
     with _lock:
         if _writer is None:
@@ -78,7 +78,7 @@ def _mapped(file: Path) -> mmap.mmap:
 
 
 def _write_on() -> None:
-    """Until the process ends, as often as there is something new."""
+    """Writes changed counts until the process ends."""
     written = None
     while not _ended.wait(_PERIOD):
         told = _told()
@@ -94,7 +94,7 @@ def _told() -> dict[str, Any]:
 
 
 def _write(told: dict[str, Any]) -> None:
-    """A folder that is gone by now wants nothing."""
+    """Writes, unless the folder is gone."""
     file = Path(_folder, f"{os.getpid()}.json")
     new = file.with_suffix(".new")
     try:

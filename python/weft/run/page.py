@@ -24,12 +24,12 @@ td { border: 1px solid var(--rule) }
 
 
 def shown(text: str) -> str:
-    """The text with escapes in place of what would change a terminal or cannot be encoded."""
+    """Escapes characters that would change a terminal or cannot be encoded."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def calls_of(found: Mapping[str, Any]) -> collections.Counter[str]:
-    """How often all processes made each call."""
+    """Sums the processes' counts of each call."""
     total: collections.Counter[str] = collections.Counter()
     for told in found.values():
         total.update(told["calls"])
@@ -51,7 +51,7 @@ def waits_of(found: Mapping[str, Any]) -> dict[tuple[int, ...], Waits]:
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """How many processes there were, their calls, and which rank of a group was waited for most."""
+    """Lists the number of processes, their calls, and each group's most awaited rank."""
     if not found:
         return ["nobody called Weft"]
     calls = calls_of(found)
@@ -63,7 +63,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def page(found: Mapping[str, Any], title: str) -> str:
-    """HTML that needs nothing else."""
+    """Makes self-contained HTML."""
     title = html.escape(shown(title))
     rows = [
         f"<tr><th>{html.escape(shown(name))}</th><td>{number:,}</td></tr>"
@@ -95,7 +95,7 @@ def _slowest(ranks: tuple[int, ...], waits: Waits) -> str:
 
 
 def _matrix(ranks: tuple[int, ...], waits: Waits) -> str:
-    """The darker a column, the more the others waited for that rank."""
+    """Makes the table: darker columns are ranks that others waited for."""
     most = max((seconds for row in waits.values() for seconds in row), default=0.0)
 
     def cell(seconds: float) -> str:
