@@ -28,7 +28,7 @@ def make_dispatcher(
     capacity: float | None = None,
     replicas: int | None = None,
 ) -> MoETokenDispatcher:
-    """`name`: "alltoall" over torch.distributed, or a flex backend, all of which are Weft.
+    """Makes `name`: "alltoall" over torch.distributed, or a flex backend, which is Weft.
 
     num_sms: GPU multiprocessors of each exchange by Weft; None: by its table, often all. capacity:
     rows of a rank, of T times topk, for "hybridep"; None: as many as come, which the host waits to
@@ -106,14 +106,14 @@ class MoELayer(nn.Module):
                 fill(self.experts.down[i], 2 * expert + 2)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """routing_map bool [T, E] and probs fp32 [T, E], zero off the map."""
+        """Returns routing_map bool [T, E], probs fp32 [T, E], zero off it."""
         scores = torch.softmax(self.router(x).float(), dim=-1)
         chosen = self.choose(scores)
         routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
         return routing_map, scores * routing_map
 
     def choose(self, scores: Tensor) -> Tensor:
-        """int64 [T, topk]: different experts for each token."""
+        """Chooses a token's distinct experts: int64 [T, topk]."""
         return scores.topk(self.topk, dim=-1).indices
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the programs here begin and end, and of what their results were measured."""
+"""Begin and end of the programs here, and the machine of their results."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from weft.group import PATIENCE
 
 
 def machine(commit: str | None) -> dict[str, Any]:
-    """commit: that the build is of; None asks git about the current folder."""
+    """Describes the machine. commit: the build's; None: the current folder's."""
 
     def git(*command):
         return subprocess.run(["git", *command], capture_output=True, text=True).stdout.strip()

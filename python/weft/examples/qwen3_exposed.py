@@ -48,7 +48,7 @@ class Exposure:
 
 
 def is_exchange(name: str) -> bool:
-    """Tokens and their counts, by NCCL or by Weft. Sums are of gradients: no exchange."""
+    """Tells whether a kernel moves tokens or counts (NCCL or Weft), not gradient sums."""
     if "nccl" in name.lower():
         return "Reduce" not in name
     return "weft::" in name  # the library has no other kernels
@@ -67,7 +67,7 @@ def copies(kernels: Iterable[Kernel]) -> list[Kernel]:
 
 
 def exchange_times(kernels: Iterable[Kernel]) -> list[float]:
-    """How long each kernel of an exchange took, copies included, in the order of their begins."""
+    """Returns the time of each exchange kernel, copies included, by begin."""
     kernels = sorted(kernels)
     return [k.end - k.begin for k in sorted(kernels + copies(kernels)) if is_exchange(k.name)]
 
@@ -75,7 +75,7 @@ def exchange_times(kernels: Iterable[Kernel]) -> list[float]:
 def exposure(
     kernels: Iterable[Kernel], is_exchange: Callable[[str], bool] = is_exchange
 ) -> Exposure:
-    """Exchanges hide under kernels of other streams only, and not under other exchanges."""
+    """Measures exposure: exchanges hide only under other streams' other kernels."""
     kernels = list(kernels)
     kernels = [k for k in kernels + copies(kernels) if k.end > k.begin]
     if not kernels:
@@ -99,7 +99,7 @@ def exposure(
 def trace_step(
     step: Callable[[], None], name: str, folder: str | None, device: torch.device
 ) -> Exposure | None:
-    """Collective. One more step under the profiler; rank 0's trace stays in `folder`, if given."""
+    """Collective. Profiles one more step; rank 0's trace stays in `folder`, if given."""
     is_gpu = device.type == "cuda"
     # Only kernels on a GPU: to note every operator would slow the host, and so change the step.
     kinds = [ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]
@@ -126,7 +126,7 @@ def trace_step(
 
 
 def without_waits(times: list[float]) -> float | None:
-    """Collective. The sum over all exchanges of the time of the rank that had to wait least.
+    """Collective. Sums, over all exchanges, the time of the rank that waited least.
 
     times: of this rank's exchanges, in the order in which all ranks have them. None if ranks saw
     different numbers of them.
@@ -141,7 +141,7 @@ def without_waits(times: list[float]) -> float | None:
 
 
 def read_trace(path: Path) -> list[Kernel]:
-    """The kernels of a Chrome trace of torch.profiler, in microseconds."""
+    """Reads a torch.profiler Chrome trace's kernels, in microseconds."""
     events = json.loads(path.read_text(errors="replace"))["traceEvents"]
     return [
         Kernel(e["ts"], e["ts"] + e["dur"], e["name"], e["args"].get("stream", e["tid"]))

@@ -20,7 +20,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """t [B, S, heads, D] by the angles of its positions, cos and sin [S, D / 2]."""
+    """Turns t [B, S, heads, D] by its positions' cos and sin [S, D / 2]."""
     if t.is_cuda and _HAS_TRITON:
         from .qwen3_rotary_triton import Rotate
 
@@ -80,7 +80,7 @@ class Attention(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention with the same bits each time, backward included."""
+    """Does causal attention, with the same bits each time, also in backward."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     if out.grad_fn is not None and "Flash" in out.grad_fn.name() and out.is_cuda:
@@ -175,7 +175,7 @@ def build(
     capacity: float | None = None,
     replicas: int | None = None,
 ) -> ModelChunk:
-    """The model, with torch's default device and type. Its weights are left to `fill`.
+    """Builds the model with torch's default device and type; `fill` sets its weights.
 
     num_sms, capacity, replicas: see `make_dispatcher`. balance: a seed of this rank, see `QwenMoE`.
     """
@@ -198,7 +198,7 @@ def build(
 
 
 def is_expert_weight(name: str) -> bool:
-    """Every other weight is on all ranks."""
+    """Other weights are on all ranks."""
     return ".experts." in name
 
 

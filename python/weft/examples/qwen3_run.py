@@ -37,8 +37,8 @@ def token_ids(path: str | None) -> Tensor:
 def micro_batch(
     ids: Tensor, index: int, sequence: int, sequences: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Windows of a text that goes round, from `index * sequences` on, and what follows each of
-    their tokens. [sequences, sequence]."""
+    """Returns windows of a cyclic text, from `index * sequences` on, and each token's next one, as
+    [sequences, sequence]."""
     first = torch.arange(index * sequences, (index + 1) * sequences)[:, None] * sequence
     windows = ids[(first + torch.arange(sequence + 1)) % len(ids)]
     return windows[:, :-1], windows[:, 1:]
@@ -126,7 +126,7 @@ class Trainer:
         self.texts: tuple[Tensor, Tensor] | None = None  # of the running step, see `_load`
 
     def step(self) -> None:
-        """Collective. All micro-batches of a step, and new weights."""
+        """Collective. Runs a step's micro-batches; updates weights."""
         self.texts = self._load()
         self.optimiser.zero_grad()
         scale = 1.0 / (self.num * dist.get_world_size())
@@ -138,7 +138,7 @@ class Trainer:
         self.losses.append(torch.stack(losses))
 
     def has_dropped(self) -> bool:
-        """Collective. Whether any call of any rank had more rows than its budget."""
+        """Collective. Returns whether any rank's call exceeded its row budget."""
         dropped = torch.zeros(1, dtype=torch.int32, device=self.device)
         for layer in self.model.modules():
             flag = layer.dispatcher.check_over_budget() if isinstance(layer, QwenMoE) else None
@@ -231,7 +231,7 @@ def run_mode(
 
 
 def busiest(loads: list[Tensor]) -> float | None:
-    """Collective. Routes to the rank that gets most, of the mean, on the average of all calls.
+    """Collective. Returns the busiest rank's routes over the mean, averaged over calls.
 
     loads: [experts] routes from this rank in each call, or [ranks] that came to it; None without a
     call.
@@ -245,14 +245,14 @@ def busiest(loads: list[Tensor]) -> float | None:
 
 
 def add_over_ranks(model: torch.nn.Module) -> None:
-    """Data parallelism for the weights that every rank has; an expert's are whole already."""
+    """Sums gradients of weights that every rank has; an expert's are whole already."""
     grads = [w.grad for name, w in model.named_parameters() if not is_expert_weight(name)]
     for work in [dist.all_reduce(grad, async_op=True) for grad in grads]:
         work.wait()
 
 
 def memory(device: torch.device) -> tuple[int, int] | None:
-    """Bytes on the rank that has most: torch's peak, and what others hold now on this GPU."""
+    """Returns the largest rank's bytes: torch's peak, and what others hold on this GPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info()

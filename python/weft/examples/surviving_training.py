@@ -43,7 +43,7 @@ def first_weights(expert: int) -> Weights:
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, topk_idx, weights and the targets of a rank's tokens."""
+    """Makes x, topk_idx, weights and targets of a rank's tokens."""
     router = torch.randn(HIDDEN, EXPERTS, generator=torch.Generator().manual_seed(77))
     teacher = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(78))
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1000 * step + rank))
@@ -57,8 +57,8 @@ def loss_of(out: Tensor, target: Tensor) -> Tensor:
 
 
 def stand_in_placement(lost: int) -> list[list[int]]:
-    """Each expert of the lost rank in one place of those that are left: that of its first replica,
-    or of what can be spared."""
+    """Gives each expert of the lost rank a place on a rank that is left: its first replica's, or a
+    spare one."""
     found = [[-1] * REPLICAS for _ in range(RANKS)]
     places = [(rank, at) for rank in range(RANKS) if rank != lost for at in range(REPLICAS)]
     orphans = []
@@ -176,7 +176,7 @@ class Trainer:
         self._take_back()
 
     def _take_back(self) -> None:
-        """Collective. The lost rank's experts go back to it from those that stood in."""
+        """Collective. Sends the lost rank's experts back from their stand-ins."""
         self._join("store_after")  # gloo does not know of ranks that come back
         for rank, experts in enumerate(stand_in_placement(self.lost)):
             for at, expert in enumerate(experts):
@@ -238,7 +238,7 @@ class Trainer:
         return self.folder / f"end{self.rank * LOCAL + at}.pt"
 
     def _save(self, step: int) -> None:
-        """A file for each expert that this rank trains, whole at any time."""
+        """Writes a file, whole at any time, per expert that this rank trains."""
         here = [(self.rank * LOCAL + at, self.masters, at) for at in range(LOCAL)]
         if self.lost is not None:
             mine = enumerate(self.placement[self.rank])
