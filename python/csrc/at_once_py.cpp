@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The normal calls of weft/compat where all is as it mostly is: each is one call of the core, which
-// has nothing to do beside it. Where it is not, or an argument is wrong, they return None or raise,
-// nothing has begun, and the call goes on in steps, which have the words for what is wrong.
+// Normal calls of weft/compat in the common case: each is one call of the core, with nothing beside
+// it. An uncommon call, or a wrong argument, returns None or raises, with nothing begun, and goes
+// on in steps, which have the messages.
 #include <algorithm>
 #include <array>
 #include <nanobind/stl/optional.h>
@@ -34,7 +34,7 @@ bool has_shape(nb::handle tensor, uint64_t types, int64_t rows, int64_t cols) {
   return suits(tensor, types, std::array{rows, cols});
 }
 
-// True if x has rows that an exchange carries as they are.
+// Returns whether an exchange carries x's rows as they are.
 bool are_rows(Calls& calls, nb::handle x, int64_t num_rows) {
   const int64_t hidden = calls.exchange().config().hidden;
   // Types of which a row has a multiple of 16 bytes.
@@ -78,7 +78,7 @@ struct Rows {
   }
 };
 
-// The routes to each expert of this rank.
+// Lists counts, rounded up to `alignment`.
 nb::list list_of(std::span<const int64_t> counts, int64_t alignment) {
   nb::list rounded;
   for (const int64_t count : counts) {
@@ -93,9 +93,9 @@ nb::object planned(const nb::tuple& found, const nb::object& counts, const nb::t
   return nb::make_tuple(found[0], found[1], found[2], counts, sent);
 }
 
-// dispatch of deep_ep.Buffer by top-k. tensors: x, topk_idx, topk_weights. layout: what
-// get_dispatch_layout returns, or E where nobody has made one. Counts: a list of routes to each
-// expert here, rounded up to `alignment`, or without a layout int64 [El] on the CPU.
+// Dispatches for deep_ep.Buffer by top-k. tensors: x, topk_idx, topk_weights. layout: what
+// get_dispatch_layout returns, or E without a layout. Counts: a list of routes to each expert here,
+// rounded up to `alignment`, or without a layout int64 [El] on the CPU.
 nb::object dispatch_rows(
     Calls& calls,
     const nb::tuple& tensors,
@@ -139,9 +139,9 @@ nb::object dispatch_rows(
   return planned(found, has_layout ? list_of(counts, alignment) : tensor_of(counts, none), sent);
 }
 
-// dispatch_with_permute of deep_ep.HybridEPBuffer by a new routing, of as many rows as come.
+// Does dispatch_with_permute of deep_ep.HybridEPBuffer by a new routing, with as many rows as come.
 // tensors: hidden, topk_idx, topk_weights, routing_map, probs. num_experts: E, or None where the
-// map says it. No counts: whoever has memory for them asks the plan.
+// map says it. Makes no counts: the caller asks the plan.
 nb::object dispatch_routes(
     Calls& calls,
     const nb::tuple& tensors,
@@ -194,7 +194,7 @@ nb::object dispatch_routes(
   );
 }
 
-// dispatch of deep_ep.Buffer by the plan of a handle.
+// Dispatches for deep_ep.Buffer by a handle's plan.
 nb::object dispatch_rows_again(
     Calls& calls, nb::handle x, const Plan& plan, uintptr_t stream, int num_sms, nb::handle pool
 ) {
@@ -208,7 +208,7 @@ nb::object dispatch_rows_again(
   return rows.of(dispatch(calls, plan, sent, false, options, pool));
 }
 
-// combine of deep_ep.Buffer, and combine_with_unpermute: the tokens, and the sums of weights or
+// Combines for deep_ep.Buffer, and combine_with_unpermute; returns tokens, and sums of weights or
 // None.
 nb::object combine_rows(
     Calls& calls, nb::handle x, nb::handle weights, const Plan& plan, uintptr_t stream, int num_sms

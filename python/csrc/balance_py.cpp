@@ -18,7 +18,7 @@ std::span<T> numbers_of(const Given& given) {
   return {data, static_cast<size_t>(given.tensor.rows * given.tensor.cols)};
 }
 
-// `out`: of as many numbers.
+// Copies to `out`, of equal size.
 template <class T>
 void copy_to(nb::handle out, const std::vector<T>& numbers) {
   std::ranges::copy(numbers, numbers_of<T>(read_needed("out", out)).begin());

@@ -21,19 +21,19 @@ void bind_placement(nb::module_& m);
 void bind_routing(nb::module_& m);
 void bind_balance(nb::module_& m);
 
-// The exception of weft/errors.py that the code of `error` names.
+// Returns the exception of weft/errors.py for `error`'s code.
 [[nodiscard]] nb::object exception_of(const Error& error);
 
-// A cudaStream_t, which torch gives as a number.
+// Returns the cudaStream_t of torch's number.
 inline void* stream_of(uintptr_t number) {
   return reinterpret_cast<void*>(number);  // NOLINT
 }
 
-// A torch tensor of the bytes of `tensor`; `owner` lives as long as it does.
+// Makes a torch tensor of `tensor`'s bytes, which keeps `owner` alive.
 [[nodiscard]] nb::object array_of(const Tensor& tensor, std::shared_ptr<const void> owner);
 
-// A function of Python for threads that may not hold the interpreter's lock: whichever lets go of
-// it last takes the lock for that.
+// Wraps a Python function for threads that may not hold the interpreter's lock: its last owner
+// takes the lock to free it.
 [[nodiscard]] std::shared_ptr<nb::callable> held_of(nb::callable function);
 
 // Returns what Python's modules have, looked up once and kept as long as the process lives, since

@@ -22,7 +22,7 @@
 
 namespace weft::py {
 
-// Calls of this thread that all ranks make. What fails in Python before one has begun is refused.
+// Collective calls of this thread. A failure in Python before a call has begun is refused.
 inline thread_local int64_t num_begun = 0;
 inline thread_local int64_t num_refused = 0;
 
@@ -36,7 +36,7 @@ inline bool is_main_thread() {
   return PyThread_get_thread_ident() == looked_up<MainThread>().id;
 }
 
-// Returns whether a handler of Python's has raised: KeyboardInterrupt, or what SIGTERM's does.
+// Returns whether a Python signal handler has raised, e.g. KeyboardInterrupt.
 inline bool has_signal() {
   const nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
@@ -60,15 +60,15 @@ class Calls {
     return body(exchange_);
   }
 
-  // For a call that all ranks make.
+  // Runs a call of all ranks.
   template <class Body>
   auto begin(const Body& body) {
     ++num_begun;
     return locked(body);
   }
 
-  // For what is local and changes nothing. While another thread waits in a call, that thread
-  // answers: a rank can tell for whom it waits.
+  // Runs a local body that changes nothing. While another thread waits in a call, that thread
+  // runs it: a rank can tell for whom it waits.
   template <class Body>
   auto asked(const Body& body) {
     using Answer = std::invoke_result_t<Body, Exchange&>;
@@ -95,8 +95,8 @@ class Calls {
     return *std::move(answer);
   }
 
-  // A segment for torch's allocator, which holds a lock of its own meanwhile: this takes none that
-  // a call has, as on_loss may allocate. On a GPU.
+  // Makes a GPU segment for torch's allocator, which holds its own lock meanwhile. Takes no lock of
+  // a call, as on_loss may allocate.
   [[nodiscard]] Buffer segment(int64_t rows, int64_t cols) {
     return exchange_.allocate(rows, cols, DType::kByte);
   }
@@ -157,7 +157,7 @@ class Calls {
   }
   static bool is_interrupted() { return is_asked() || has_signal(); }
 
-  // With mutex_ held. An answer that waits, for a GPU, is no time for others.
+  // Needs mutex_. Does not nest: an answer may wait for a GPU.
   void answer_all() {
     const std::scoped_lock lock(questions_mutex_);
     if (num_questions_ > 0) {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How calls of weft/compat are refused, where that is asked in every call: the rules about routing
-// and about blocks of low-latency calls. weft/compat/deep_ep/checks.py has the other rules, and the
-// words for tensors.
+// Checks made in every call of weft/compat: rules about routing and about blocks of low-latency
+// calls. weft/compat/deep_ep/checks.py has the other rules, and the messages for tensors.
 #include "checks_py.hpp"
 
 #include <algorithm>
@@ -106,7 +105,7 @@ void check_optional(
   }
 }
 
-// Returns K.
+// Checks; gives K.
 int64_t check_routing(nb::handle topk_idx, nb::handle topk_weights, const Size& num_tokens) {
   check_tensor("topk_idx", topk_idx, kIntegers, {num_tokens, "K"});
   const int64_t topk = size_of(topk_idx, 1);

@@ -58,7 +58,7 @@ nb::tuple dispatch(
 
 namespace {
 
-// True if memory taken before the number of rows was known holds them, and at most 1/8 more.
+// Returns whether memory taken ahead holds num_rows rows, and at most 1/8 more.
 bool is_room_for(const Tensor& rows, int64_t num_rows) {
   return rows.is_given() && num_rows <= rows.rows && rows.rows <= num_rows + num_rows / 8;
 }
@@ -74,7 +74,7 @@ DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
   return out;
 }
 
-// The memory of a dispatch whose plan is still to be made.
+// Takes the memory of a dispatch whose plan is yet to be made.
 Written written_for(
     Calls& calls,
     const RoutingGiven& routing,
@@ -96,9 +96,9 @@ Written written_for(
   return {calls, sent, options, shape, pool};
 }
 
-// Takes that memory so early that a GPU that has counted waits for little more than the launch. If
-// the number of rows was not given, as much as the last such call took, and a little more where it
-// changes; none if there is no last call, or not as much.
+// Takes a dispatch's memory so early that a GPU that has counted waits for little more than the
+// launch. If the number of rows was not given, takes the last such call's, and a little more where
+// it changes; none without a last call or enough memory.
 std::optional<Written> written_ahead(
     Calls& calls,
     const RoutingGiven& routing,
@@ -196,8 +196,8 @@ nb::tuple plan_and_dispatch(
 
 namespace {
 
-// How many calls of all ranks plan_and_dispatch() of the same arguments makes in one, and what it
-// returns beside the plan, of whatever contents.
+// Returns how many collective calls plan_and_dispatch() of these arguments counts as, and its
+// results beside the plan, with undefined contents.
 nb::tuple skipped_dispatch(
     Calls& calls,
     const nb::tuple& routing,
@@ -216,9 +216,9 @@ nb::tuple skipped_dispatch(
   return nb::make_tuple(is_one ? 1 : 2, written->take(given_rows));
 }
 
-// low_latency_dispatch (weft/compat) where all is as it mostly is: what check_block_dispatch asks,
-// and plan_and_dispatch. None, and nothing has begun, if the exchange has not these sizes, or if
-// the statistics of counts have gaps.
+// Does a common low_latency_dispatch (weft/compat): check_block_dispatch and plan_and_dispatch.
+// Returns None, with nothing begun, if the exchange lacks these sizes, or if the statistics of
+// counts have gaps.
 nb::object dispatch_blocks(
     Calls& calls,
     const nb::tuple& tensors,
@@ -255,7 +255,7 @@ nb::object dispatch_blocks(
   return plan_and_dispatch(calls, routes, given, call.options, {pool_of, num_rows, is_one_call});
 }
 
-// `plan` of a call that `receives_later`.
+// Ends a call with `receives_later`.
 void receive(Calls& calls, const Plan& plan, const Options& options) {
   calls.locked([&](Exchange& exchange) { exchange.receive(plan, options); });
 }
@@ -304,8 +304,8 @@ nb::tuple combine(
 
 namespace {
 
-// low_latency_combine (weft/compat) where all is as it mostly is: what check_block_combine asks,
-// and combine. None, and nothing has begun, if `out` (the fourth of the tensors) has gaps.
+// Does a common low_latency_combine (weft/compat): check_block_combine and combine. Returns None,
+// with nothing begun, if `out` (the fourth of the tensors) has gaps.
 nb::object combine_blocks(
     Calls& calls,
     const nb::tuple& tensors,

@@ -28,7 +28,7 @@ void bind_at_once(nb::class_<Calls>& exchange);
 // How a dispatch is made whose plan is still to be made.
 struct Routed {
   nb::handle pool_of;                 // returns the pool for the rows of this exchange, or is None
-  std::optional<int64_t> given_rows;  // how many, if nobody waits to hear it
+  std::optional<int64_t> given_rows;  // their number, if known beforehand
   bool is_one_call;                   // all ranks make both by the call that does
 };
 

@@ -5,18 +5,18 @@
 
 namespace weft::py {
 
-// Bytes where peers can write. They outlive the exchange if need be.
+// Bytes that peers can write, which may outlive the exchange.
 struct PeerMemory {
   nb::object array;
   Tensor tensor;
 };
 [[nodiscard]] PeerMemory allocate(Calls& calls, int64_t rows, int64_t row_bytes);
 
-// The exchange that gives this thread's next segments; null: nobody. It outlives what it gives.
+// Sets the exchange that gives this thread's next segments, and outlives them; null: none.
 void give_segments(Calls* calls);
 
-// Within it torch's allocations of this thread come from `pool`, the id of a torch.cuda.MemPool
-// whose segments `calls` gives.
+// Scope in which torch's allocations of this thread come from `pool`, the id of a
+// torch.cuda.MemPool whose segments `calls` gives.
 class PoolScope {
  public:
   PoolScope(Calls& calls, int gpu, nb::handle pool);

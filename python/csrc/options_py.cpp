@@ -25,7 +25,7 @@ const Names<Wire>& wire_names() {
   return names;
 }
 
-// A setter of what Python gives by name.
+// Makes a setter for a named value.
 template <class Part, class Choice>
 auto by_name(const char* what, Choice Part::*member, const Names<Choice>& names) {
   return

@@ -43,8 +43,7 @@ nb::tuple count(
   return nb::make_tuple(out[0], has_hosts ? out[3] : nb::none(), out[1], out[2]);
 }
 
-// get_dispatch_layout of deep_ep.Buffer among the ranks of one host, with what it asks of its
-// arguments.
+// Does get_dispatch_layout of deep_ep.Buffer among ranks of one host, and checks its arguments.
 nb::tuple layout(nb::handle topk_idx, int num_experts, int64_t num_ranks, uintptr_t stream) {
   check_routing(topk_idx, nb::none(), size_of(topk_idx, 0));
   check_experts(num_experts, num_ranks);

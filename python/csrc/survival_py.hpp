@@ -10,9 +10,9 @@
 
 namespace weft::py {
 
-// `function`, called with what report() returns, by a thread that has given up the interpreter's
-// lock and takes it for that. What it raises goes to sys.unraisablehook: the call is over by then,
-// on all ranks, and its result is good.
+// Sets `function`, called with report()'s result by a thread that takes the interpreter's lock for
+// that. Its errors go to sys.unraisablehook: the call is over by then, on all ranks, and its result
+// is good.
 void set_on_loss(ExchangeConfig& config, nb::callable function);
 
 // (epoch, alive, lost, lost_experts, void_calls, calls_behind, is_repeated): CallReport.

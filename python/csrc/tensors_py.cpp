@@ -108,7 +108,7 @@ void Written::add_scales(const SentGiven& sent, const Options& options, const Ro
   output.scales.dtype = is_given ? DType::kByte : core_type(type);
 }
 
-// Blocks have whole tiles, also where that is more than their rows.
+// Adds scales in tiles: blocks have whole tiles, even for fewer rows.
 void Written::add_tiles(ScalarType type, const RowsShape& shape, int64_t cols) {
   const int64_t num_blocks = shape.num_experts;
   const int64_t num_rows = shape.num_rows;
@@ -123,7 +123,7 @@ void Written::add_tiles(ScalarType type, const RowsShape& shape, int64_t cols) {
   output.scales = made_.add(num_blocks * tile_rows, cols, type, tiles);
 }
 
-// How many rows there are of each expert, and where each comes from.
+// Adds counts of each expert's rows, and the rows' sources.
 void Written::add_blocks(int64_t num_rows) {
   const int64_t stride = num_rows / num_blocks_;
   const Part counts = {1, num_blocks_, {1, {num_blocks_}, {1}}};

@@ -99,8 +99,8 @@ class Written {
       nb::handle pool
   );
 
-  // (rows, weights, scales, experts, sources, counts), None where not wanted or if the caller gave
-  // the memory; once. num_rows: at most as there are.
+  // Returns, once, (rows, weights, scales, experts, sources, counts), None if not wanted or in the
+  // caller's memory. num_rows: at most those there are.
   nb::tuple take(int64_t num_rows);
 
   DispatchOutput output;

@@ -75,8 +75,8 @@ struct Torch {
   Reinterpret* reinterpret = nullptr;  // of memory of another tensor
   GetData* get_data = nullptr;
   Delete* free = nullptr;
-  // Makes tensors of capsules with what empty_strided made, which it takes over. Its like for one
-  // tensor does not: each would stay for ever.
+  // Makes tensors of capsules of empty_strided's handles, which it takes over. The function for one
+  // tensor would leak each.
   nb::object to_tensors;
 
   Torch() {
@@ -146,8 +146,8 @@ bool has_gaps(const DlTensor& found) {
   return !is_dense && !is_empty;
 }
 
-// Nothing if there is anything about the tensor that Python had better look at. Valid as long as
-// nobody changes the tensor.
+// Returns a view, nothing if Python had better look at the tensor. Valid while the tensor is
+// unchanged.
 std::optional<DlTensor> look(nb::handle tensor) {
   const Torch& torch = looked_up<Torch>();
   if (torch.exchange == nullptr || tensor.type().ptr() != torch.tensor.ptr()) {

@@ -52,8 +52,8 @@ struct Given {
 // Reads numbers one after the other as one row, or None.
 [[nodiscard]] Given read_vector(const char* name, nb::handle tensor);
 
-// A tensor, or none, that the call writes, or that others write while it runs: raises for one with
-// gaps, of which there would be a copy. Autograd hears of it if the call `writes`.
+// Checks a tensor, or none, that the call writes, or that others write meanwhile: raises if it has
+// gaps, as a copy would be of no use. Tells autograd if the call `writes`.
 [[nodiscard]] Given at_place(const char* name, nb::handle tensor, Given given, bool writes = true);
 
 // True if it is a tensor of a shape (an int, or anything else for any size) and of a type whose bit
@@ -66,7 +66,7 @@ struct Given {
 
 [[nodiscard]] DType core_type(ScalarType type);
 [[nodiscard]] int64_t scalar_bytes(ScalarType type);
-// A tensor [rows, cols] of an array's bytes.
+// Views array bytes as [rows, cols].
 [[nodiscard]] nb::object tensor_of_bytes(
     nb::handle array, int64_t rows, int64_t cols, ScalarType type
 );
@@ -100,18 +100,17 @@ class NewTensors {
   Tensor add(int64_t rows, int64_t cols, ScalarType type);
   // Adds the same memory, which Python sees with these sizes and strides.
   Tensor add(int64_t rows, int64_t cols, ScalarType type, const Shape& shape);
-  // One that was made elsewhere.
+  // Adds an existing tensor.
   void add(nb::object tensor);
-  // Two of a type in one piece of memory, the first where it begins: torch's allocator is asked
-  // once.
+  // Adds two tensors of a type in one piece of memory, the first at its begin, by one allocation.
   std::array<Tensor, 2> add_both(ScalarType type, const Part& first, const Part& second);
-  // The first rows of a tensor, by its place in the order of add(), in its place.
+  // Cuts tensor `place`, in the order of add(), to its first rows.
   void shorten(size_t place, int64_t rows, int64_t cols);
   // Returns the tensors in the order of add(); once.
   [[nodiscard]] std::vector<nb::object> take();
 
  private:
-  // A handle of torch's, or null where Python has to make the tensor, or to say why not.
+  // Makes a torch handle; null where Python has to make the tensor, or say why not.
   [[nodiscard]] void* make(const Shape& shape, ScalarType type) const;
   // Handle of part of another tensor's memory, from an element on; null where that cannot be.
   [[nodiscard]] static void* make_part(void* whole, const Shape& shape, int64_t begin);
