@@ -339,7 +339,7 @@ class Exchange(ExchangeBegin):
         """Collective. Does `_core.check_block_dispatch` and `dispatch_blocks` in one step;
         tensors[2] is None. stream: the current one, if the caller knows it. Returns None, with
         nothing begun, where more is to be done: for other sizes than the exchange's, beside
-        computation, or if calls are logged. Other ranks do not hear of an error raised before the
+        computation, or if calls are traced. Other ranks do not hear of an error raised before the
         call has begun."""
         core = self._core
         if core is None or ranges.IS_ON or overlap_settings.gpu_sms is not None:

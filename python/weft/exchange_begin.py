@@ -80,7 +80,7 @@ class ExchangeBegin(ExchangeState):
 
         verb: "plan" or "plan_and_dispatch", with the options that the others give, or "dispatch"
         or "combine", with their plan (None: one that was made since the exchange last grew). Inside
-        a capture nobody else can hear of it: raises Unsupported.
+        a capture no other rank can hear of it: raises Unsupported.
         """
 
         call = _raising(_Refusal(reason, rank=self.rank))
@@ -198,7 +198,7 @@ class ExchangeBegin(ExchangeState):
             try:
                 return core, self._called(core, verb, call, core)
             except InvalidArgument as error:
-                # With rows that are given nobody has waited for a GPU, and cannot know yet.
+                # With a given number of rows no rank waited for a GPU, so none knows yet.
                 is_unknown = self._on_gpu and has_rows
                 if is_unknown or not self._grow(core, error, topk_idx, routing_map):
                     raise

@@ -132,7 +132,7 @@ class RowMarks(NamedTuple):
     """Marks that tell a combine when rows, still being written as it begins, are whole.
 
     marks int32 [El * blocks], by expert, then block: a block is whole when its mark equals
-    `wanted`, which whoever writes the rows stores after them, with release semantics. block_rows:
+    `wanted`, which the rows' writer stores after them, with release semantics. block_rows:
     of a block; 0: an expert has one mark for all its rows. Only with "expert_strided".
     """
 

@@ -72,7 +72,7 @@ class CommStream:
             return call
         is_aside = event is not None or async_finish
         if not is_aside and self.is_current(device):
-            return call  # as it mostly is; a stream of torch takes microseconds to make
+            return call  # the common case; making a torch stream takes microseconds
         caller = torch.cuda.current_stream(device)
         if not is_aside:
             self._follow(caller)

@@ -61,7 +61,7 @@ class RankMask:
         return torch.tensor([*self.ranks, len(self.is_masked) - 1], device=places.device)[places]
 
     def set(self, rank: int, is_masked: bool) -> None:
-        """Masks or unmasks a rank; Unsupported if it is lost."""
+        """Masks or unmasks a rank; Unsupported to unmask a lost one."""
         if not is_masked and rank in self._lost:
             raise Unsupported(f"rank {rank} is lost and cannot be taken in again", "unsupported")
         self.is_masked[rank] = is_masked
