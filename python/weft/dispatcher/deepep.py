@@ -80,7 +80,7 @@ class _DeepepManager(_DispatchManager):
         self.permute_fusion = permute_fusion
         self.capacity_factor = capacity_factor
         self.router_dtype = router_dtype
-        self.align_size = 0  # the experts' wish; rows are padded to it by a fused permute
+        self.align_size = 0  # row multiple of experts, to which a fused permute pads
         self.pad_multiple = moe_router_expert_pad_multiple  # of the routing map
         self.num_sms = 0  # of an exchange by expert; 0: Weft's table
         self._keeps_received_rows = True  # until the backward
@@ -112,8 +112,8 @@ class _DeepepManager(_DispatchManager):
             self.pad_multiple = self.align_size
 
     def setup_metadata(self, routing_map: Tensor | int, probs: Tensor) -> None:
-        """Megatron-LM: routing map and probs [T, G, El]. NeMo Automodel: T and probs; choices of
-        probability 0 are none then."""
+        """Takes Megatron-LM's routing map and probs [T, G, El], or NeMo Automodel's T and probs;
+        probability 0 is no choice then."""
         has_map = isinstance(routing_map, torch.Tensor)
         shape = (probs.shape[0] if has_map else routing_map, self.num_experts)
         routing_map = routing_map.reshape(shape) if has_map else None

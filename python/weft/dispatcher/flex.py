@@ -132,9 +132,9 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         *,
         num_local_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        """routing_map, probs [T, E] -> both as [T, ranks of TP x EP, El]: every TP rank of an
-        expert gets its entry. With NeMo Automodel's num_local_tokens in place of the map, probs
-        alone."""
+        """Spreads routing_map, probs [T, E] to [T, ranks of TP x EP, El]: every TP rank of an
+        expert gets its entry. With NeMo Automodel's num_local_tokens instead of the map, returns
+        probs alone."""
         del num_local_tokens  # the probabilities say it
 
         def spread(per_expert: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         async_finish: bool = True,
         allocate_on_comm_stream: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Collective. [T, H] -> received rows and their probabilities.
+        """Collective. Sends [T, H]; returns received rows and probs.
 
         probs, if given, replaces the probabilities of dispatch_preprocess (a detached copy).
         """
@@ -193,7 +193,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Received rows -> rows by expert [P, H], tokens_per_expert int64 [El], probs [P]."""
+        """Returns rows by expert [P, H], tokens_per_expert int64 [El], probs [P]."""
         if probs is not None:
             self._comm_manager.dispatched_probs = probs
         rows, row_probs = self._comm_manager.get_permuted_hidden_states_by_experts(hidden_states)
@@ -202,7 +202,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         return rows, self._comm_manager.get_number_of_tokens_per_expert(), row_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Rows by expert [P, H] -> rows as they were received."""
+        """Reorders rows by expert [P, H] as they were received."""
         if self._replicated is not None:
             hidden_states = self._replicated.take_back(hidden_states)
         return self._comm_manager.get_restored_hidden_states_by_experts(hidden_states)
@@ -213,11 +213,11 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         async_finish: bool = True,
         allocate_on_comm_stream: bool = True,
     ) -> Tensor:
-        """Collective. Rows -> [T, H], summed over the ranks, unweighted."""
+        """Collective. Sums rows over ranks, unweighted: [T, H]."""
         return self._comm_manager.combine(hidden_states, async_finish, allocate_on_comm_stream)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """[T, H] -> the shape of the input, with the shared experts' output added."""
+        """Gives [T, H] the input's shape, and adds the shared experts' output."""
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
@@ -249,17 +249,17 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         return tokens, self._comm_manager.token_probs
 
     def dispatch_all_to_all(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Collective. `token_dispatch`, a subclass's own included."""
+        """Collective. Calls `token_dispatch`, also a subclass's."""
         return self.token_dispatch(*given, **options)
 
     def combine_all_to_all(self, *given: Any, **options: Any) -> Tensor:
-        """Collective. `token_combine`, a subclass's own included."""
+        """Collective. Calls `token_combine`, also a subclass's."""
         return self.token_combine(*given, **options)
 
     def token_permutation(
         self, hidden_states: Tensor, num_local_tokens: int, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Collective. All phases of dispatch for dense probs [T, E].
+        """Collective. Runs dispatch's phases for dense probs [T, E].
 
         Returns rows by expert [P, H], tokens_per_expert int64 [El], probs [P].
         """
@@ -273,14 +273,14 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         token_probs: Tensor,
         token_indices: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Collective. All phases of dispatch for top-k choices; see dispatch_preprocess2."""
+        """Collective. Runs dispatch's phases for top-k choices; see dispatch_preprocess2."""
         tokens, _ = self.dispatch_preprocess2(
             hidden_states, num_local_tokens, token_probs, token_indices
         )
         return self._dispatch_phases(tokens)
 
     def token_unpermutation(self, hidden_states: Tensor) -> Tensor:
-        """Collective. All phases of combine: rows by expert [P, H] -> the shape of the input."""
+        """Collective. Runs combine's phases: rows by expert [P, H] to the input's shape."""
         rows = self.combine_preprocess(hidden_states)
         is_async = self._options.moe_deepep_async_dispatch
         return self.combine_postprocess(self.token_combine(rows, is_async, is_async))
@@ -354,4 +354,4 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         self._comm_manager.grow_recv_capacity(num_rows)
 
     def invalidate_ep_bootstrap(self) -> None:
-        """Nothing to invalidate: exchanges grow by themselves."""
+        """Does nothing: exchanges grow by themselves."""

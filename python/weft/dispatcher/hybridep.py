@@ -129,7 +129,7 @@ class _HybridEPManager(ByExpertManager):
         self.benchmark_static_routing = c.moe_benchmark_static_routing
 
     def _functions(self) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
-        """Dispatch and combine."""
+        """Picks the functions."""
         dispatch, combine = self._given
         if dispatch is None or combine is None:
             functions = manager.backend("hybridep")
@@ -220,7 +220,7 @@ class _HybridEPManager(ByExpertManager):
         return tokens
 
     def _choices(self) -> dict[str, Any]:
-        """Further arguments of the dispatch function: those that are set."""
+        """Returns the dispatch function's further arguments that are set."""
         choices = {
             "fused": self.moe_hybridep_permute_fusion or None,
             "topk_idx": self.token_indices,
