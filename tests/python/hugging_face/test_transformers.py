@@ -170,7 +170,8 @@ def one_rank_gets_all(rank, num_ranks, group, num_tokens, experts, device):
     count = 0 if rank == num_ranks - 1 else num_tokens
     given = torch.randn(num_tokens, 64)[:count], torch.rand(num_tokens, 2)[:count]
     x, weights = (tensor.to(device).requires_grad_() for tensor in given)
-    dense_x, dense_weights = (tensor.to(device, copy=True).requires_grad_() for tensor in given)
+    dense = (tensor.detach().to(device, copy=True).requires_grad_() for tensor in given)
+    dense_x, dense_weights = dense
     choices = torch.tensor([[0, 1]], device=device).expand(count, 2)
     out = layer(x, choices, weights)
     out.square().sum().backward()
