@@ -79,7 +79,7 @@ TunedSplit best_split(const std::vector<TunedSplit>& tuning, const CallSize& siz
   const TunedSplit fastest = std::ranges::min(splits, {}, [&](const TunedSplit& one) {
     return std::pair(distance(one), one.us);
   });
-  // Of splits as fast, the one with most blocks is taken: where few blocks run is decided by
+  // Takes the split with most blocks among those as fast: where few blocks run is decided by
   // chance.
   std::erase_if(splits, [&](const TunedSplit& one) {
     return distance(one) != distance(fastest) || one.us > kNearly * fastest.us;

@@ -4,7 +4,7 @@
 // An expert's places take what their own rank has, then what their domain has, then the rest, in
 // ascending order of places and sources. A kernel does each of the three with prefix sums: source
 // and place get the rows that both intervals have in common, as laid end to end in their group.
-// Where places take blocks, only the third step is left: an interval has its sources by rank.
+// Only the third step is left if places take blocks: an interval has its sources by rank.
 #include <algorithm>
 #include <numeric>
 
